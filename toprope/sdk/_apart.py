@@ -80,7 +80,7 @@ def _is_builtin(value: Any) -> bool:
     return isinstance(value, types.BuiltinFunctionType | type) and vars(builtins).get(value.__name__) is value
 
 
-def _changeable(values: Any) -> list[Any]:
+def _changeable_values(values: Any) -> list[Any]:
     return [value for value in values if type(value) in _CHANGEABLE]
 
 
@@ -101,27 +101,29 @@ class _Line:
         self._borrowed: dict[int, Any] = {}
         self._handles: dict[int, int] = {}
 
-    def ask(self, name: str, *given: Any, free: int = 0, named: dict[str, Any] | None = None) -> Any:
+    def ask(self, name: str, *arguments: Any, free: int = 0, keywords: dict[str, Any] | None = None) -> Any:
         """Have the other side do something.
 
         Args:
             free: As of a `Remote`, for objects in the answer.
-            named: Arguments with names.
+            keywords: Arguments with names.
         """
-        self._send(("ask", name, self._pack(given), self._pack(named or {})))
+        self._send(("ask", name, self._pack(arguments), self._pack(keywords or {})))
         while (message := self._receive())[0] == "ask":
             self._send(self._answer(*message[1:]))
         kind, answer, more = message
         if kind == "raised":
-            found: Any = getattr(builtins, str(answer), None)
-            if not isinstance(found, type) or not issubclass(found, Exception):
-                found = RuntimeError
+            error_class: Any = getattr(builtins, str(answer), None)
+            if not isinstance(error_class, type) or not issubclass(error_class, Exception):
+                error_class = RuntimeError
             try:
-                error = found(*self._unpack(more))
+                error = error_class(*self._unpack(more))
             except TypeError:  # some need arguments of their own
                 error = RuntimeError(answer)
             raise error
-        for old, new in zip(_changeable((*given, *(named or {}).values())), self._unpack(more, free), strict=False):
+        for old, new in zip(
+            _changeable_values((*arguments, *(keywords or {}).values())), self._unpack(more, free), strict=False
+        ):
             old.clear()
             (old.update if hasattr(old, "update") else old.extend)(new)
         return self._unpack(answer, free)
@@ -131,22 +133,22 @@ class _Line:
         while True:
             self._send(self._answer(*self._receive()[1:]))
 
-    def _answer(self, name: str, given: Any, named: Any) -> tuple[Any, ...]:
+    def _answer(self, name: str, packed_arguments: Any, packed_keywords: Any) -> tuple[Any, ...]:
         try:
-            if self._of_tests and (given[0] != "tuple" or given[1][0][0] != "yours"):
+            if self._of_tests and (packed_arguments[0] != "tuple" or packed_arguments[1][0][0] != "yours"):
                 raise TypeError("this is no function of the tests")
             if name not in self._operations:
                 raise AttributeError(f"objects of the tests are closed to {name}")
-            values, names = self._unpack(given), self._unpack(named)
-            changeable = _changeable((*values, *names.values()))
+            arguments, keywords = self._unpack(packed_arguments), self._unpack(packed_keywords)
+            changeable = _changeable_values((*arguments, *keywords.values()))
             before = marshal.dumps(self._pack(changeable), 2)
-            answer = self._pack(self._operations[name](*values, **names))
+            answer = self._pack(self._operations[name](*arguments, **keywords))
             after = self._pack(changeable)
             return "done", answer, self._pack([]) if marshal.dumps(after, 2) == before else after
         except BaseException as error:
-            kind = next(one for one in type(error).__mro__ if one.__module__ == "builtins")
-            arguments = error.args if _is_plain(error.args) else (str(error),)
-            return "raised", kind.__name__, self._pack(arguments)
+            kind = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
+            error_arguments = error.args if _is_plain(error.args) else (str(error),)
+            return "raised", kind.__name__, self._pack(error_arguments)
 
     def _pack(self, value: Any) -> tuple[Any, ...]:
         if _is_plain(value):
@@ -157,11 +159,11 @@ class _Line:
             return "yours", self._handles[id(value)]
         kind = type(value)
         if kind in (list, tuple, set, frozenset):
-            return kind.__name__, [self._pack(one) for one in value]
+            return kind.__name__, [self._pack(item) for item in value]
         if kind is dict:
-            return "dict", [(self._pack(name), self._pack(one)) for name, one in value.items()]
-        if made := _VALUES.get((kind.__module__, kind.__name__)):
-            return "value", kind.__module__, kind.__name__, self._pack(made(value))
+            return "dict", [(self._pack(name), self._pack(item)) for name, item in value.items()]
+        if arguments_of := _VALUES.get((kind.__module__, kind.__name__)):
+            return "value", kind.__module__, kind.__name__, self._pack(arguments_of(value))
         if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
             return self._pack(value.item())
         if kind is types.ModuleType and value.__name__ in _PURE:
@@ -169,7 +171,7 @@ class _Line:
         if _is_builtin(value) and (self._of_tests or value in _BASES):
             return "builtin", value.__name__
         if self._of_tests and kind in _FUNCTIONS:
-            return "function", self._lend(value), self._pack(_facts(value))
+            return "function", self._lend(value), self._pack(_describe_function(value))
         return "mine", self._lend(value)
 
     def _lend(self, value: Any) -> int:
@@ -180,36 +182,36 @@ class _Line:
         return place
 
     def _unpack(self, packed: Any, free: int = 0) -> Any:
-        kind, *rest = packed
-        if kind == "=" and _is_plain(rest[0]):
-            return rest[0]
+        kind, *fields = packed
+        if kind == "=" and _is_plain(fields[0]):
+            return fields[0]
         if kind in ("list", "tuple", "set", "frozenset"):
-            return getattr(builtins, kind)([self._unpack(one, free) for one in rest[0]])
+            return getattr(builtins, kind)([self._unpack(item, free) for item in fields[0]])
         if kind == "dict":
-            return {self._unpack(name, free): self._unpack(one, free) for name, one in rest[0]}
-        if kind == "value" and (rest[0], rest[1]) in _VALUES:
-            return getattr(__import__(rest[0]), rest[1])(*self._unpack(rest[2], free))
-        if kind == "module" and rest[0] in _PURE:
-            return __import__(rest[0])
-        if kind == "builtin" and (not self._of_tests or getattr(builtins, rest[0]) in _BASES):
-            return getattr(builtins, rest[0])
+            return {self._unpack(name, free): self._unpack(item, free) for name, item in fields[0]}
+        if kind == "value" and (fields[0], fields[1]) in _VALUES:
+            return getattr(__import__(fields[0]), fields[1])(*self._unpack(fields[2], free))
+        if kind == "module" and fields[0] in _PURE:
+            return __import__(fields[0])
+        if kind == "builtin" and (not self._of_tests or getattr(builtins, fields[0]) in _BASES):
+            return getattr(builtins, fields[0])
         if kind == "yours":
-            return self._lent[rest[0]]
+            return self._lent[fields[0]]
         if kind == "mine":
-            return Remote(self, rest[0], free)
+            return Remote(self, fields[0], free)
         if kind == "function" and not self._of_tests:
-            if rest[0] not in self._borrowed:
-                made = self._borrowed[rest[0]] = _function(Remote(self, rest[0], 0), *self._unpack(rest[1]))
-                self._handles[id(made)] = rest[0]
-            return self._borrowed[rest[0]]
+            if fields[0] not in self._borrowed:
+                function = self._borrowed[fields[0]] = _proxy_of(Remote(self, fields[0], 0), *self._unpack(fields[1]))
+                self._handles[id(function)] = fields[0]
+            return self._borrowed[fields[0]]
         raise TypeError("no value arrived")
 
     def _send(self, message: tuple[Any, ...]) -> None:
         data = marshal.dumps(message, 2)
-        left = memoryview(struct.pack("=Q", len(data)) + data)
+        unsent = memoryview(struct.pack("=Q", len(data)) + data)
         try:
-            while left:
-                left = left[os.write(self._sink, left) :]
+            while unsent:
+                unsent = unsent[os.write(self._sink, unsent) :]
         except OSError:
             os._exit(1)
 
@@ -252,8 +254,8 @@ class Remote:
             raise AttributeError(name)
         return self.__line.ask("getattr", self, name)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self.__line.ask("call", self, *given, named=named, free=self.__free - 1)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.__line.ask("call", self, *arguments, keywords=keywords, free=self.__free - 1)
 
     def __contains__(self, item: Any) -> bool:
         if self.__free > 0 or isinstance(item, Remote):
@@ -261,19 +263,19 @@ class Remote:
         plain = self.__line.ask("plain", self) if isinstance(item, str | bytes) else None
         if isinstance(plain, str | bytes):
             return bool(operator.contains(plain, item))
-        return any(one == item for one in iter(self))
+        return any(element == item for element in iter(self))
 
-    def __instancecheck__(self, one: object) -> bool:
-        return isinstance(one, Remote) and bool(self.__line.ask("isinstance", one, self))
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, Remote) and bool(self.__line.ask("isinstance", instance, self))
 
     def _decide(self, name: str, *operands: Any) -> Any:
         """Let the object itself do it if it is free to, or if it learns of nothing that it could adapt to."""
-        others = [one for one in operands if one is not self]
-        if self.__free > 0 or name in _TELLING or (others and all(isinstance(one, Remote) for one in others)):
+        others = [operand for operand in operands if operand is not self]
+        if self.__free > 0 or name in _TELLING or (others and all(isinstance(operand, Remote) for operand in others)):
             return self.__line.ask(name, *operands, free=0 if name in _TELLING else min(self.__free, 1))
         plain = self.__line.ask("plain", self)
         plain = object() if isinstance(plain, Remote) else plain
-        return _OPERATIONS[name](*(plain if one is self else one for one in operands))
+        return _OPERATIONS[name](*(plain if operand is self else operand for operand in operands))
 
 
 def _handle(remote: Remote) -> int:
@@ -290,8 +292,8 @@ def _plain_form(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _facts(function: Any) -> tuple[Any, ...]:
-    """The names, parameters, defaults and annotations of a function, as `_function` takes them."""
+def _describe_function(function: Any) -> tuple[Any, ...]:
+    """The names, parameters, defaults and annotations of a function, as `_proxy_of` takes them."""
     names = {name: getattr(function, name, None) for name in _NAMES}
     if not isinstance(function, types.FunctionType):
         return names, (("given", "named"), 0, 0, 0, _STARRED | _NAMED), None, None, {}
@@ -301,17 +303,19 @@ def _facts(function: Any) -> tuple[Any, ...]:
     return names, (parameters, *counts), function.__defaults__, function.__kwdefaults__, function.__annotations__
 
 
-def _function(remote: Any, names: Any, signature: Any, defaults: Any, named_defaults: Any, annotations: Any) -> Any:
+def _proxy_of(remote: Any, names: Any, signature: Any, defaults: Any, named_defaults: Any, annotations: Any) -> Any:
     """A function that calls `remote` and looks like the function of the tests which that is."""
-    parameters, some, nameless, named, flags = signature
-    own, rest = parameters[some : some + named], list(parameters[some + named :])
-    star = [f"*{rest.pop(0)}"] if flags & _STARRED else []
-    last = [f"**{one}" for one in rest]
-    placed = [*parameters[:nameless], *["/"][:nameless], *parameters[nameless:some]]
-    taken = [*placed, *(star or ["*"][:named]), *own, *last]
-    given = [*parameters[:some], *star, *(f"{one}={one}" for one in own), *last]
-    unlike = "_" + "".join(parameters)
-    text = f"lambda {unlike}: lambda {', '.join(taken)}: {unlike}({', '.join(given)})"
+    parameters, positional_count, before_slash, keyword_count, flags = signature
+    end = positional_count + keyword_count
+    keyword_only, variadic = parameters[positional_count:end], list(parameters[end:])
+    starred = [f"*{variadic.pop(0)}"] if flags & _STARRED else []
+    double_starred = [f"**{parameter}" for parameter in variadic]
+    positional = [*parameters[:before_slash], *["/"][:before_slash], *parameters[before_slash:positional_count]]
+    declared = [*positional, *(starred or ["*"][:keyword_count]), *keyword_only, *double_starred]
+    by_name = [f"{parameter}={parameter}" for parameter in keyword_only]
+    passed = [*parameters[:positional_count], *starred, *by_name, *double_starred]
+    remote_name = "_" + "".join(parameters)
+    text = f"lambda {remote_name}: lambda {', '.join(declared)}: {remote_name}({', '.join(passed)})"
     function = eval(text, {})(remote)  # noqa: S307 - of the process that runs any code
     function.__defaults__, function.__kwdefaults__, function.__annotations__ = defaults, named_defaults, annotations
     for name, value in names.items():
@@ -319,18 +323,18 @@ def _function(remote: Any, names: Any, signature: Any, defaults: Any, named_defa
     return function
 
 
-def _asks(name: str) -> Callable[[Any, Any], bool]:
+def _type_test(name: str) -> Callable[[Any, Any], bool]:
     """`isinstance` or `issubclass` for tests: a named tuple of the code is a tuple."""
 
     def ask(value: Any, kinds: Any) -> bool:
-        known = not isinstance(value, Remote)
-        return bool(_OPERATIONS[name](value, kinds) if known else value._Remote__line.ask(name, value, kinds))
+        is_local = not isinstance(value, Remote)
+        return bool(_OPERATIONS[name](value, kinds) if is_local else value._Remote__line.ask(name, value, kinds))
 
     return ask
 
 
-def _call(function: Any, /, *given: Any, **named: Any) -> Any:
-    return function(*given, **named)
+def _call(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    return function(*arguments, **keywords)
 
 
 _ITEMS = ("getitem", "setitem", "delitem")
@@ -370,7 +374,7 @@ def _can_be_apart(tests: ast.Module) -> bool:
             return False
         if isinstance(node, ast.Constant) and str(node.value).startswith("__") and node.value != "__main__":
             return False
-        if isinstance(node, ast.Import) and not all(one.name in _PURE for one in node.names):
+        if isinstance(node, ast.Import) and not all(alias.name in _PURE for alias in node.names):
             return False
         if isinstance(node, ast.ImportFrom) and (node.level or node.module not in _PURE):
             return False
@@ -390,9 +394,9 @@ def _can_be_apart(tests: ast.Module) -> bool:
 def _compares_values(node: ast.Compare) -> bool:
     """False if the identity or the type of an object decides, which differ apart; those of Python's own do not."""
     sides = [node.left, *node.comparators]
-    foreign = [not isinstance(one, ast.Constant) and getattr(one, "id", "") not in vars(builtins) for one in sides]
-    typed = [isinstance(one, ast.Call) and getattr(one.func, "id", "") == "type" for one in sides]
-    decides = [isinstance(one, ast.Is | ast.IsNot) for one in node.ops]
+    foreign = [not isinstance(side, ast.Constant) and getattr(side, "id", "") not in vars(builtins) for side in sides]
+    typed = [isinstance(side, ast.Call) and getattr(side.func, "id", "") == "type" for side in sides]
+    decides = [isinstance(comparison, ast.Is | ast.IsNot) for comparison in node.ops]
     return not any(
         foreign[place] and foreign[place + 1] and (decides[place] or typed[place] or typed[place + 1])
         for place in range(len(decides))
@@ -402,12 +406,12 @@ def _compares_values(node: ast.Compare) -> bool:
 def _names_of_code(tests: ast.Module) -> set[str]:
     """Names that tests may take from the code: not those of Python, unless they name nothing else."""
     names = [node for node in ast.walk(tests) if isinstance(node, ast.Name)]
-    read = {node.id for node in names if isinstance(node.ctx, ast.Load)} - {"__name__"}
-    written = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
-    own = {node.name for node in ast.walk(tests) if isinstance(node, ast.FunctionDef)}
-    own |= {node.arg for node in ast.walk(tests) if isinstance(node, ast.arg)}
-    others = {name for name in read if not hasattr(builtins, name)}
-    return others if others - written - own else read
+    loaded = {node.id for node in names if isinstance(node.ctx, ast.Load)} - {"__name__"}
+    stored = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    defined = {node.name for node in ast.walk(tests) if isinstance(node, ast.FunctionDef)}
+    defined |= {node.arg for node in ast.walk(tests) if isinstance(node, ast.arg)}
+    foreign = {name for name in loaded if not hasattr(builtins, name)}
+    return foreign if foreign - stored - defined else loaded
 
 
 def run_tests(source: int, sink: int, code: str, tests: str, word: str) -> None:
@@ -421,12 +425,12 @@ def run_tests(source: int, sink: int, code: str, tests: str, word: str) -> None:
         for name in _names_of_code(tree):
             for value in line.ask("names", name, free=2 if name[:1].isupper() else 0):
                 space[name] = value
-        space |= {name: _asks(name) for name in ("isinstance", "issubclass")}
+        space |= {name: _type_test(name) for name in ("isinstance", "issubclass")}
         exec(compile(tree, "<tests>", "exec", dont_inherit=True), space)
     else:
         line.ask("run", tests, "<tests>")
-        said = os.urandom(16).hex()
-        if line.ask("str", said) != said:
+        challenge = os.urandom(16).hex()
+        if line.ask("str", challenge) != challenge:
             return
     os.write(1, word.encode())
 

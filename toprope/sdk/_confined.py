@@ -114,9 +114,9 @@ def _have_threads_counted(counter: int) -> bool:
     """
     import _socket
 
-    asked = [(kernel.SOME, 0, 1, kernel.THREAD), kernel.give(kernel.NOTIFY)]
+    thread_checks = [(kernel.SOME, 0, 1, kernel.THREAD), kernel.give(kernel.NOTIFY)]
     allow = kernel.give(kernel.ALLOW)
-    lines = kernel.own_architecture(kernel.KILL) + kernel.when("clone", [kernel.argument(0), *asked, allow])
+    lines = kernel.own_architecture(kernel.KILL) + kernel.when("clone", [kernel.argument(0), *thread_checks, allow])
     try:
         listener = kernel.install_filter([*lines, allow], listener=True)
     except OSError:
@@ -134,17 +134,17 @@ def _close_calls(scratch: str | None, counter: int) -> None:
 
 
 def _limit(memory: int, seconds: int, scratch: str | None) -> None:
-    for what, value in (
+    for limited_resource, value in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, 1 << 20 if scratch else 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 64 if scratch else 32),
         (resource.RLIMIT_AS, memory),
     ):
-        hard = resource.getrlimit(what)[1]
+        hard = resource.getrlimit(limited_resource)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         try:
-            resource.setrlimit(what, (value, value))
+            resource.setrlimit(limited_resource, (value, value))
         except ValueError as error:  # macOS cannot limit memory
             if not scratch:
                 raise OSError(f"a limit was refused: {error}") from error
@@ -189,20 +189,20 @@ def _run(text: str) -> int:
     names = {"__name__": "__main__", "__builtins__": __builtins__}
     try:
         tree = ast.parse(text, "<program>")
-        last = tree.body[-1] if tree.body else None
-        if isinstance(last, ast.Expr):
+        last_statement = tree.body[-1] if tree.body else None
+        if isinstance(last_statement, ast.Expr):
             tree.body.pop()
         exec(compile(tree, "<program>", "exec"), names)
-        if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), "<program>", "eval"), names)  # noqa: S307
+        if isinstance(last_statement, ast.Expr):
+            value = eval(compile(ast.Expression(last_statement.value), "<program>", "eval"), names)  # noqa: S307
             if value is not None:
                 print(repr(value))
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<program>"]
-        where = f" (line {frames[-1].lineno})" if frames else ""
-        print(f"{type(error).__name__}: {error}{where}")
+        location = f" (line {frames[-1].lineno})" if frames else ""
+        print(f"{type(error).__name__}: {error}{location}")
         return 1
     return 0
 
@@ -218,15 +218,15 @@ def _test(memory: int, seconds: int, counter: int, scratch: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     (requests, asks), (answers, says) = os.pipe(), os.pipe()
     is_of_tests = os.fork() == 0
-    for one in (requests, says, counter) if is_of_tests else (asks, answers):
-        os.close(one)
-    given = sys.stdin.buffer.read() if is_of_tests else b""
+    for descriptor in (requests, says, counter) if is_of_tests else (asks, answers):
+        os.close(descriptor)
+    request = sys.stdin.buffer.read() if is_of_tests else b""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _limit(memory, seconds, scratch)
     whole = _confine(scratch, -1 if is_of_tests else counter)
     if is_of_tests:
         try:
-            _apart.run_tests(answers, asks, *marshal.loads(given))
+            _apart.run_tests(answers, asks, *marshal.loads(request))
         finally:
             os._exit(0)
     print("confined" if whole else "limited", flush=True)

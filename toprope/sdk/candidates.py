@@ -124,11 +124,11 @@ async def evolve_async(
         on_phase("evaluating", epoch)
         scores = await search.score(present)
         on_phase("selecting", epoch)
-        kept = await search.select(present, scores)
+        survivors = await search.select(present, scores)
         search.result.epochs_completed = epoch
         if epoch < config.epochs:
             on_phase("mutating", epoch)
-            present = await search.fill(kept, epoch + 1)
+            present = await search.fill(survivors, epoch + 1)
         search.record(present)
     on_phase("complete", config.epochs)
     return search.result
@@ -146,57 +146,57 @@ class _Search:
         """The population to go on with; empty if there is no journal yet."""
         if self._journal is None or not self._journal.exists():
             return []
-        last: dict[str, Any] | None = None
+        state: dict[str, Any] | None = None
         for line in self._journal.read_text(encoding="utf-8").splitlines():
             try:
-                last = json.loads(line)
+                state = json.loads(line)
             except ValueError:
                 continue  # torn by a kill
-        if last is None:
+        if state is None:
             return []
-        if last.get("seed") != self._config.seed:
-            raise InvalidRequest(f"{self._journal} is of another search (seed {last.get('seed')}).")
-        told = last["result"]
-        best_score = -math.inf if told["best_score"] is None else told["best_score"]
-        self.result = EvolutionResult(**{**told, "best_score": best_score})
-        self._known = [(one, score) for one, score in last["known"]]
-        return list(last["population"])
+        if state.get("seed") != self._config.seed:
+            raise InvalidRequest(f"{self._journal} is of another search (seed {state.get('seed')}).")
+        result = state["result"]
+        best_score = -math.inf if result["best_score"] is None else result["best_score"]
+        self.result = EvolutionResult(**{**result, "best_score": best_score})
+        self._known = [(candidate, score) for candidate, score in state["known"]]
+        return list(state["population"])
 
     def record(self, population: list[Any]) -> None:
         """Append the state after an epoch."""
         if self._journal is None:
             return
-        told = vars(self.result) | {
+        result = vars(self.result) | {
             "best_score": self.result.best_score if math.isfinite(self.result.best_score) else None
         }
-        line = {"seed": self._config.seed, "result": told, "known": self._known, "population": population}
+        state = {"seed": self._config.seed, "result": result, "known": self._known, "population": population}
         with self._journal.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(state) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     async def score(self, population: list[Any]) -> list[float | None]:
         """Scores of a population; None where the evaluation failed."""
 
-        async def one(candidate: Any) -> float | None:
-            known = next((pair for pair in self._known if pair[0] == candidate), None)
-            if known is not None:
-                return known[1]
+        async def score_of(candidate: Any) -> float | None:
+            scored = next((pair for pair in self._known if pair[0] == candidate), None)
+            if scored is not None:
+                return scored[1]
             self.result.evaluations += 1
             try:
-                score = float(await self._settled(self._strategy.evaluate, candidate))
+                score = float(await self._call(self._strategy.evaluate, candidate))
             except Exception as error:  # a user's code may raise anything
                 self.result.failures.append(f"evaluate: {type(error).__name__}: {error}"[:300])
                 return None
             return score if math.isfinite(score) else None
 
-        scores = list(await asyncio.gather(*(one(candidate) for candidate in population)))
+        scores = list(await asyncio.gather(*(score_of(candidate) for candidate in population)))
         self._known = list(zip(population, scores, strict=True))
         for candidate, score in self._known:
             if score is not None and score > self.result.best_score:
                 self.result.best, self.result.best_score = candidate, score
-        known = [score for score in scores if score is not None]
-        self.result.history.append(max(known, default=-math.inf))
+        valid_scores = [score for score in scores if score is not None]
+        self.result.history.append(max(valid_scores, default=-math.inf))
         return scores
 
     async def select(self, population: list[Any], scores: list[float | None]) -> list[Any]:
@@ -209,30 +209,35 @@ class _Search:
         select = getattr(self._strategy, "select", None)
         if select is None:
             return alive[: max(1, round(self._config.selection_ratio * len(population)))]
-        kept = list(await self._settled(select, alive, [score for _, score in ranked]))
-        if not kept or any(one not in alive for one in kept):
+        survivors = list(await self._call(select, alive, [score for _, score in ranked]))
+        if not survivors or any(candidate not in alive for candidate in survivors):
             raise InvalidRequest("select must return some of the candidates that it was given.")
-        return kept
+        return survivors
 
-    async def fill(self, kept: list[Any], epoch: int) -> list[Any]:
+    async def fill(self, survivors: list[Any], epoch: int) -> list[Any]:
         """Survivors with mutations of each in turn, up to the size of the population."""
-        missing = self._config.population_size - len(kept)
+        missing = self._config.population_size - len(survivors)
         chance = random.Random(f"{self._config.seed}:{epoch}")
-        parents = [kept[number % len(kept)] for number in range(max(missing, 0))]
+        parents = [survivors[number % len(survivors)] for number in range(max(missing, 0))]
         changed = [chance.random() < self._config.mutation_rate for _ in parents]
 
         async def child(parent: Any) -> Any:
             try:
-                return await self._settled(self._strategy.mutate, parent)
+                return await self._call(self._strategy.mutate, parent)
             except Exception as error:  # as above
                 self.result.failures.append(f"mutate: {type(error).__name__}: {error}"[:300])
                 return parent
 
-        made = await asyncio.gather(*(child(one) for one, moved in zip(parents, changed, strict=True) if moved))
-        children = iter(made)
-        return [*kept, *(next(children) if moved else one for one, moved in zip(parents, changed, strict=True))]
+        mutations = await asyncio.gather(
+            *(child(parent) for parent, moved in zip(parents, changed, strict=True) if moved)
+        )
+        children = iter(mutations)
+        return [
+            *survivors,
+            *(next(children) if moved else parent for parent, moved in zip(parents, changed, strict=True)),
+        ]
 
-    async def _settled(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    async def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
         async with self._limit:
-            found = call(*arguments)
-            return await found if inspect.isawaitable(found) else found
+            result = call(*arguments)
+            return await result if inspect.isawaitable(result) else result

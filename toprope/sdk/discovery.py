@@ -115,12 +115,12 @@ def subfolders(folder: Path) -> list[Path]:
     """Folders in a folder, sorted by name, without tests, hidden folders, virtual environments, installed packages and
     links; none if it cannot be read."""
     try:
-        with os.scandir(folder) as inside:
-            names = sorted(one.name for one in inside if one.is_dir(follow_symlinks=False))
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     except OSError:
         return []
-    found = [folder / name for name in names if not name.startswith((".", "_")) and name not in _NOT_SEARCHED]
-    return [one for one in found if not (one / "pyvenv.cfg").exists()]
+    searchable = [folder / name for name in names if not name.startswith((".", "_")) and name not in _NOT_SEARCHED]
+    return [subfolder for subfolder in searchable if not (subfolder / "pyvenv.cfg").exists()]
 
 
 def name_of(text: str) -> str:
@@ -138,18 +138,18 @@ def discover_file(file: Path) -> list[Found]:
     try:
         tree = parse(file)
     except SyntaxError as error:
-        where = f"{file}:{error.lineno or 1}"
-        problem = f"{error.msg} ({where})"
-        return [_torn(file, problem, error.lineno or 1)]
+        location = f"{file}:{error.lineno or 1}"
+        problem = f"{error.msg} ({location})"
+        return [_describe_unreadable(file, problem, error.lineno or 1)]
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         problem = f"{type(error).__name__}: {error} ({file})"
-        return [_torn(file, problem)]
+        return [_describe_unreadable(file, problem)]
     classes = list(_environments(tree))
     listed = [node for node in classes if not node.name.startswith("_")]
-    return [_found(node, file, alone=len(listed) == 1) for node in listed]
+    return [_describe_class(node, file, alone=len(listed) == 1) for node in listed]
 
 
-def _torn(file: Path, problem: str, line: int = 1) -> Found:
+def _describe_unreadable(file: Path, problem: str, line: int = 1) -> Found:
     try:
         with file.open("rb") as source:
             names_sdk = b"toprope" in source.read(_LARGEST)
@@ -202,14 +202,18 @@ def assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 def imports_in(tree: ast.Module) -> list[tuple[int, str]]:
     """The modules that the `import` statements of a file may name, each with its level: 0 if absolute, 1 from its
     package."""
-    found: list[tuple[int, str]] = []
+    imports: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(0, alias.name) for alias in node.names]
+            imports += [(0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = f"{node.module}." if node.module else ""
-            found += [(node.level, one) for one in (above[:-1], *(above + alias.name for alias in node.names)) if one]
-    return found
+            prefix = f"{node.module}." if node.module else ""
+            imports += [
+                (node.level, module)
+                for module in (prefix[:-1], *(prefix + alias.name for alias in node.names))
+                if module
+            ]
+    return imports
 
 
 def _environments(tree: ast.Module) -> Iterator[ast.ClassDef]:
@@ -235,7 +239,7 @@ def _is_environment(base: ast.expr, names: set[str]) -> bool:
     return isinstance(base, ast.Attribute) and base.attr in _BASES
 
 
-def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
+def _describe_class(node: ast.ClassDef, file: Path, alone: bool) -> Found:
     assigned = {name: value for statement in node.body for name, value in assignments(statement)}
     name = literal(assigned.get("name"))
     is_named_by_file = not isinstance(name, str) or not name
@@ -243,9 +247,11 @@ def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
         name = file.stem if alone else f"{file.stem}_{node.name.lower()}"
     max_turns = literal(assigned.get("max_turns")) if "max_turns" in assigned else 1
     is_plain = all(ast.unparse(base).rpartition(".")[2] == "Environment" for base in node.bases)
-    stored = (one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
-    methods = (one.name for one in node.body if isinstance(one, ast.FunctionDef))
-    decides = not is_plain or "max_turns" in (*stored, *methods)
+    stored_attributes = (
+        child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store)
+    )
+    methods = (child.name for child in node.body if isinstance(child, ast.FunctionDef))
+    decides_turns = not is_plain or "max_turns" in (*stored_attributes, *methods)
     tags = literal(assigned.get("tags"))
     problem = ""
     if NAME.fullmatch(name) is None:
@@ -260,7 +266,7 @@ def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
         line=node.lineno,
         description=first_line(ast.get_docstring(node)),
         max_turns=max_turns if isinstance(max_turns, int) else None,
-        decides_turns=decides,
+        decides_turns=decides_turns,
         tags=tuple(str(tag) for tag in tags) if isinstance(tags, list | tuple) else (),
         knobs=_knobs(node),
         problem=problem,
@@ -270,7 +276,7 @@ def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
 
 def _knobs(node: ast.ClassDef) -> tuple[DeclaredKnob, ...]:
     nested = [child for child in node.body if isinstance(child, ast.ClassDef) and child.name == "Knobs"]
-    found = []
+    knobs = []
     for statement in nested[0].body if nested else []:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
@@ -279,10 +285,10 @@ def _knobs(node: ast.ClassDef) -> tuple[DeclaredKnob, ...]:
             words = {keyword.arg: keyword.value for keyword in value.keywords}
             description = literal(words.get("help")) or ""
             value = value.args[0] if value.args else words.get("default")
-        found.append(
+        knobs.append(
             DeclaredKnob(statement.target.id, ast.unparse(statement.annotation), literal(value), str(description))
         )
-    return tuple(found)
+    return tuple(knobs)
 
 
 def script_requirements(source: str) -> list[str]:
@@ -292,28 +298,28 @@ def script_requirements(source: str) -> list[str]:
         source: The script. TRL itself is replaced by `datasets`, unless the script imports a submodule of it or a
             package that TRL brings, such as torch; then TRL is kept with the extras that are not for training.
     """
-    found = _METADATA.search(source)
-    if found is None:
+    metadata = _METADATA.search(source)
+    if metadata is None:
         return []
-    lines = (line[2:] if line.startswith("# ") else line[1:] for line in found["block"].splitlines())
+    lines = (line[2:] if line.startswith("# ") else line[1:] for line in metadata["block"].splitlines())
     try:
-        named = tomllib.loads("\n".join(lines)).get("dependencies") or []
+        dependencies = tomllib.loads("\n".join(lines)).get("dependencies") or []
     except tomllib.TOMLDecodeError:
         return []
-    kept: list[str] = []
-    for requirement in named if isinstance(named, list) else []:
+    requirements: list[str] = []
+    for requirement in dependencies if isinstance(dependencies, list) else []:
         root = re.split(r"[^A-Za-z0-9_.-]", str(requirement).strip(), maxsplit=1)[0].replace("-", "_").lower()
         if root == "trl":
-            own = [] if _NEEDS_TRL.search(source) is None else [_without_training(str(requirement).strip())]
-            kept += [*own, "datasets"]
+            trl_itself = [] if _NEEDS_TRL.search(source) is None else [_without_training(str(requirement).strip())]
+            requirements += [*trl_itself, "datasets"]
         elif root and root not in TRAINING_PACKAGES:
-            kept.append(str(requirement).strip())
-    return list(dict.fromkeys(kept))
+            requirements.append(str(requirement).strip())
+    return list(dict.fromkeys(requirements))
 
 
 def _without_training(requirement: str) -> str:
     """Return a requirement of TRL without its extras for training."""
-    named = re.search(r"\[(.*?)\]", requirement)
-    extras = [one.strip() for one in named[1].split(",")] if named else []
-    kept = ",".join(one for one in extras if one.replace("-", "_").lower() not in _TRAINING_EXTRAS)
-    return re.sub(r"\[.*?\]", f"[{kept}]" if kept else "", requirement, count=1)
+    brackets = re.search(r"\[(.*?)\]", requirement)
+    extras = [extra.strip() for extra in brackets[1].split(",")] if brackets else []
+    kept_extras = ",".join(extra for extra in extras if extra.replace("-", "_").lower() not in _TRAINING_EXTRAS)
+    return re.sub(r"\[.*?\]", f"[{kept_extras}]" if kept_extras else "", requirement, count=1)

@@ -184,7 +184,7 @@ class Failure:
             near: Folder of the environment's own code; a frame in it is preferred as `where`.
         """
         whole, error = error, first_of(error)
-        where = getattr(error, "where", "") if isinstance(error, LoadError) else _where(error, near)
+        where = getattr(error, "where", "") if isinstance(error, LoadError) else _location_of(error, near)
         return cls(
             type=type(error).__name__,
             message=_with_reason(error)[:_LONGEST_MESSAGE],
@@ -204,15 +204,15 @@ def note_unreachable_hosts() -> None:
 
     resolve = socket.getaddrinfo
 
-    def noted(host: Any, *given: Any, **named: Any) -> Any:
+    def noted(host: Any, *arguments: Any, **keywords: Any) -> Any:
         try:
-            return resolve(host, *given, **named)
+            return resolve(host, *arguments, **keywords)
         except OSError as error:
             if isinstance(host, str) and "." in host:
                 _unreached.append(host)
                 hub: Any = sys.modules.get("huggingface_hub.constants")
-                known = hub is not None and host == hub_host() and error.errno == socket.EAI_NONAME
-                if known and not hub.HF_HUB_OFFLINE:
+                hub_unresolved = hub is not None and host == hub_host() and error.errno == socket.EAI_NONAME
+                if hub_unresolved and not hub.HF_HUB_OFFLINE:
                     hub.HF_HUB_OFFLINE = True  # It asks five times for each file, with waits of 23 s in all.
                     again = threading.Timer(_HUB_AGAIN_S, setattr, (hub, "HF_HUB_OFFLINE", False))
                     again.daemon = True
@@ -225,17 +225,17 @@ def note_unreachable_hosts() -> None:
 @contextlib.contextmanager
 def no_hosts_noted() -> Iterator[None]:
     """Forget the hosts that are asked meanwhile for what has a stand-in."""
-    known = len(_unreached)
+    count_before = len(_unreached)
     try:
         yield
     finally:
-        del _unreached[known:]
+        del _unreached[count_before:]
 
 
-def with_unresolved(message: str, said: str) -> str:
+def with_unresolved(message: str, output: str) -> str:
     """Add the host of a program that failed to a message, if the program said that it could not resolve it."""
-    found = None if "could not be reached" in message else _UNRESOLVED.search(said)
-    return f"{message.rstrip('.')}; {found[1]} could not be reached" if found else message
+    match = None if "could not be reached" in message else _UNRESOLVED.search(output)
+    return f"{message.rstrip('.')}; {match[1]} could not be reached" if match else message
 
 
 def with_host(message: str) -> str:
@@ -266,23 +266,23 @@ def _message(error: BaseException) -> str:
 def _with_reason(error: BaseException) -> str:
     """Add the host that was not reached, or the exception that the code replaced without repeating its text."""
     message, cause = _message(error), error.__cause__
-    told = _with_version(_with_host(message, error), error)
-    if told != message or cause is None or isinstance(error, SdkError) or _message(cause) in message:
-        return told
+    extended = _with_version(_with_host(message, error), error)
+    if extended != message or cause is None or isinstance(error, SdkError) or _message(cause) in message:
+        return extended
     return f"{message.rstrip('.')} (from {type(cause).__name__}: {_with_version(_message(cause), cause)})"
 
 
 def _with_version(message: str, error: BaseException) -> str:
     """Name the installed version of a package that lacks the imported name: the code was written for another one."""
-    module = _NO_ATTRIBUTE.match(message) if isinstance(error, AttributeError) else None
-    name = module[1] if module else getattr(error, "name", None) if isinstance(error, ImportError) else None
+    match = _NO_ATTRIBUTE.match(message) if isinstance(error, AttributeError) else None
+    name = match[1] if match else getattr(error, "name", None) if isinstance(error, ImportError) else None
     package = str(name or "").partition(".")[0]
     if package not in sys.modules or "partially initialized" in message or package == _package_at_fault(error):
         return message
     from importlib import metadata
 
-    found = [(one, metadata.version(one)) for one in _distributions().get(package, [])]
-    return f"{message.rstrip('.')}; the installed {found[0][0]} {found[0][1]} lacks it" if found else message
+    versions = [(distribution, metadata.version(distribution)) for distribution in _distributions().get(package, [])]
+    return f"{message.rstrip('.')}; the installed {versions[0][0]} {versions[0][1]} lacks it" if versions else message
 
 
 @functools.cache
@@ -313,22 +313,22 @@ def _with_host(message: str, error: BaseException) -> str:
 
     A host that the error does not come from, but that was not reached before, is added with the word `besides`.
     """
-    seen: BaseException | None = error
+    chained: BaseException | None = error
     refused, host = False, ""
     for _ in range(_LONGEST_CHAIN):
-        if seen is None:
+        if chained is None:
             break
-        text = _message(seen)
-        refused = refused or bool(_REFUSED.search(f"{type(seen).__name__}: {text}"))
-        if found := _HOST.search(_LINK.sub("", text)):
-            host = found.group(1)
-        said = getattr(seen, "stderr", None) or ""  # CalledProcessError keeps there what the program said
-        said = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
-        if found := _UNRESOLVED.search(f"{text}\n{said}"):
-            refused, host = True, found[1]
-        request = getattr(seen, "_request", None)  # httpx keeps the host beside its text
+        text = _message(chained)
+        refused = refused or bool(_REFUSED.search(f"{type(chained).__name__}: {text}"))
+        if match := _HOST.search(_LINK.sub("", text)):
+            host = match.group(1)
+        stderr = getattr(chained, "stderr", None) or ""  # CalledProcessError keeps there what the program said
+        stderr = stderr.decode(errors="replace") if isinstance(stderr, bytes) else str(stderr)
+        if match := _UNRESOLVED.search(f"{text}\n{stderr}"):
+            refused, host = True, match[1]
+        request = getattr(chained, "_request", None)  # httpx keeps the host beside its text
         host = host or str(getattr(getattr(request, "url", None), "host", "") or "")
-        seen = seen.__cause__ or seen.__context__
+        chained = chained.__cause__ or chained.__context__
     if not host and _HUB.search(message):  # its library drops the cause that has the host
         host = hub_host()
     if not host and "nltk.download(" in message:  # its downloader only prints that it failed
@@ -354,11 +354,11 @@ def hub_host() -> str:
     return urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or "huggingface.co"
 
 
-def _where(error: BaseException, near: str) -> str:
+def _location_of(error: BaseException, near: str) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno or 1}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _NOT_THEIRS.match(frame.filename)]
-    own = [frame for frame in frames if near and os.path.abspath(frame.filename).startswith(near + os.sep)]
-    for frame in reversed(own or frames):
+    frames_near = [frame for frame in frames if near and os.path.abspath(frame.filename).startswith(near + os.sep)]
+    for frame in reversed(frames_near or frames):
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return ""

@@ -38,23 +38,23 @@ class Space:
     """
 
     def __init__(self, dimensions: Mapping[str, Mapping[str, Any]]) -> None:
-        self.dimensions = {name: dict(one) for name, one in dimensions.items()}
+        self.dimensions = {name: dict(dimension) for name, dimension in dimensions.items()}
 
     def draw(self, chance: random.Random) -> dict[str, Any]:
         """Random values for all fields: uniform, or log-uniform for a field with `log`."""
-        return {name: self._drawn(one, chance) for name, one in self.dimensions.items()}
+        return {name: self._draw_value(dimension, chance) for name, dimension in self.dimensions.items()}
 
     def spread(self, count: int, chance: random.Random) -> list[dict[str, Any]]:
         """`count` sets of values that cover each field evenly: every range is cut into `count` parts, and each part is
         drawn from once (Latin hypercube sampling; McKay, Beckman and Conover 1979)."""
         columns: dict[str, list[Any]] = {}
-        for name, one in self.dimensions.items():
-            if one.get("choices"):
-                choices = list(one["choices"])
+        for name, dimension in self.dimensions.items():
+            if dimension.get("choices"):
+                choices = list(dimension["choices"])
                 chance.shuffle(choices)
                 column = [choices[number % len(choices)] for number in range(count)]
             else:
-                column = [self._at(one, (number + chance.random()) / count) for number in range(count)]
+                column = [self._value_at(dimension, (number + chance.random()) / count) for number in range(count)]
             chance.shuffle(column)
             columns[name] = column
         return [{name: column[number] for name, column in columns.items()} for number in range(count)]
@@ -68,50 +68,50 @@ class Space:
         moved = {name for name in names if chance.random() < rate}
         if not moved and names and rate > 0:
             moved = {chance.choice(names)}
-        return {name: self._moved(one, values[name], chance) if name in moved else values[name]
-                for name, one in self.dimensions.items()}  # fmt: skip
+        return {name: self._move_value(dimension, values[name], chance) if name in moved else values[name]
+                for name, dimension in self.dimensions.items()}  # fmt: skip
 
     def perturb(self, values: Mapping[str, Any], rate: float, chance: random.Random) -> dict[str, Any]:
         """Explore values as population-based training does (Jaderberg et al. 2017): a number is multiplied by 0.8 or
         1.2, a choice moves by at most one place, and with probability `rate` a field is drawn anew."""
-        found: dict[str, Any] = {}
-        for name, one in self.dimensions.items():
+        perturbed: dict[str, Any] = {}
+        for name, dimension in self.dimensions.items():
             value = values[name]
             if chance.random() < rate:
-                found[name] = self._drawn(one, chance)
-            elif one.get("choices"):
-                choices = one["choices"]
+                perturbed[name] = self._draw_value(dimension, chance)
+            elif dimension.get("choices"):
+                choices = dimension["choices"]
                 place = choices.index(value) if value in choices else 0
-                found[name] = choices[min(max(place + chance.choice((-1, 0, 1)), 0), len(choices) - 1)]
+                perturbed[name] = choices[min(max(place + chance.choice((-1, 0, 1)), 0), len(choices) - 1)]
             else:
-                found[name] = self._within(one, value * chance.choice((0.8, 1.2)))
-        return found
+                perturbed[name] = self._bound(dimension, value * chance.choice((0.8, 1.2)))
+        return perturbed
 
-    def _drawn(self, one: Mapping[str, Any], chance: random.Random) -> Any:
-        if one.get("choices"):
-            return chance.choice(one["choices"])
-        return self._at(one, chance.random())
+    def _draw_value(self, dimension: Mapping[str, Any], chance: random.Random) -> Any:
+        if dimension.get("choices"):
+            return chance.choice(dimension["choices"])
+        return self._value_at(dimension, chance.random())
 
-    def _at(self, one: Mapping[str, Any], share: float) -> int | float:
-        low, high = one["low"], one["high"]
-        if one.get("log"):
-            return self._within(one, math.exp(math.log(low) + share * (math.log(high) - math.log(low))))
-        return self._within(one, low + share * (high - low))
+    def _value_at(self, dimension: Mapping[str, Any], share: float) -> int | float:
+        low, high = dimension["low"], dimension["high"]
+        if dimension.get("log"):
+            return self._bound(dimension, math.exp(math.log(low) + share * (math.log(high) - math.log(low))))
+        return self._bound(dimension, low + share * (high - low))
 
-    def _moved(self, one: Mapping[str, Any], value: Any, chance: random.Random) -> Any:
-        if one.get("choices"):
-            others = [choice for choice in one["choices"] if choice != value]
+    def _move_value(self, dimension: Mapping[str, Any], value: Any, chance: random.Random) -> Any:
+        if dimension.get("choices"):
+            others = [choice for choice in dimension["choices"] if choice != value]
             return chance.choice(others) if others else value
-        low, high, by = one["low"], one["high"], chance.gauss(0.0, 0.25)
-        if one.get("log"):
-            return self._within(one, math.exp(math.log(value) + by * (math.log(high) - math.log(low))))
-        return self._within(one, value + by * (high - low))
+        low, high, by = dimension["low"], dimension["high"], chance.gauss(0.0, 0.25)
+        if dimension.get("log"):
+            return self._bound(dimension, math.exp(math.log(value) + by * (math.log(high) - math.log(low))))
+        return self._bound(dimension, value + by * (high - low))
 
     @staticmethod
-    def _within(one: Mapping[str, Any], value: float) -> int | float:
-        low, high = float(one["low"]), float(one["high"])
+    def _bound(dimension: Mapping[str, Any], value: float) -> int | float:
+        low, high = float(dimension["low"]), float(dimension["high"])
         value = min(max(value, low), high)
-        if one.get("integer"):
+        if dimension.get("integer"):
             return min(max(round(value), math.ceil(low)), math.floor(high))
         short = float(f"{value:.6g}")
         return short if low <= short <= high else value
@@ -161,8 +161,8 @@ class Evolution:
     def select(self, population: Sequence[Candidate], scores: Sequence[float | None]) -> list[Candidate]:
         """The survivors of an epoch, best first. `scores` are in the order of `population`."""
         ranked = sorted(
-            (one for one in zip(population, scores, strict=True) if one[1] is not None),
-            key=lambda one: one[1],  # type: ignore[arg-type,return-value]
+            (pair for pair in zip(population, scores, strict=True) if pair[1] is not None),
+            key=lambda pair: pair[1],  # type: ignore[arg-type,return-value]
             reverse=True,
         )
         return [candidate for candidate, _ in ranked[: self.survivors]]
@@ -228,13 +228,13 @@ class PopulationBased(Evolution):
         """The survivors train on with their settings."""
         if not survivors:
             return super().advance(epoch, survivors, history)
-        on = [
-            {"values": one["values"], "steps": self.steps, "parent": one["id"], "continues": one["id"]}
-            for one in survivors
+        continued = [
+            {"values": survivor["values"], "steps": self.steps, "parent": survivor["id"], "continues": survivor["id"]}
+            for survivor in survivors
         ]
         chance = self.chance("exploit", epoch)
-        new = range(self.population - len(on))
-        return on + [self.mutate(chance.choice(survivors), epoch, number) for number in new]
+        new = range(self.population - len(continued))
+        return continued + [self.mutate(chance.choice(survivors), epoch, number) for number in new]
 
     def plan(self) -> list[tuple[int, int]]:
         return [(self.population, self.steps)] * self.epochs
@@ -259,15 +259,16 @@ class Halving(Evolution):
             return super().advance(epoch, survivors, history)
         steps = self._new_steps(epoch)
         return [
-            {"values": one["values"], "steps": steps, "parent": one["id"], "continues": one["id"]} for one in survivors
+            {"values": survivor["values"], "steps": steps, "parent": survivor["id"], "continues": survivor["id"]}
+            for survivor in survivors
         ]
 
     def plan(self) -> list[tuple[int, int]]:
-        left, found = self.population, [(self.population, self.steps)]
+        count, epochs = self.population, [(self.population, self.steps)]
         for epoch in range(2, self.epochs + 1):
-            left = max(1, int(left * self.selection_ratio + 1e-9))
-            found.append((left, self._new_steps(epoch)))
-        return found
+            count = max(1, int(count * self.selection_ratio + 1e-9))
+            epochs.append((count, self._new_steps(epoch)))
+        return epochs
 
     def _new_steps(self, epoch: int) -> int:
         """Additional steps of an epoch; the total is steps / ratio ^ (epoch - 1)."""

@@ -113,14 +113,14 @@ def extract(text: str, how: str, pattern: str = "") -> str | None:
     if how == "last_line":
         return text.splitlines()[-1].strip() if text else None
     if how == "tag":
-        return _last(_TAG, text)
+        return _last_match(_TAG, text)
     if how == "boxed":
         return _boxed(text)
     if how == "pattern":
-        return _last(re.compile(pattern, re.DOTALL), text)
-    for found in (_last(_TAG, text), _boxed(text), _last(_HASHES, text), _last(_ANSWER_IS, text)):
-        if found:
-            return found
+        return _last_match(re.compile(pattern, re.DOTALL), text)
+    for candidate in (_last_match(_TAG, text), _boxed(text), _last_match(_HASHES, text), _last_match(_ANSWER_IS, text)):
+        if candidate:
+            return candidate
     return None
 
 
@@ -128,8 +128,8 @@ def exact(answer: str | None, reference: Any, ignore_case: bool) -> Verdict:
     """Equal texts, apart from white space and a final full stop; of a list of references, equal to one."""
     if not answer or not answer.strip():
         return False, False
-    wanted = reference if isinstance(reference, list | tuple) else [reference]
-    return True, any(_plain(answer, ignore_case) == _plain(str(one), ignore_case) for one in wanted)
+    references = reference if isinstance(reference, list | tuple) else [reference]
+    return True, any(_plain(answer, ignore_case) == _plain(str(expected), ignore_case) for expected in references)
 
 
 def numeric(answer: str | None, reference: Any, tolerance: float) -> Verdict:
@@ -138,12 +138,12 @@ def numeric(answer: str | None, reference: Any, tolerance: float) -> Verdict:
     Raises:
         InvalidRequest: The reference holds no number.
     """
-    given, wanted = number_in(answer), number_in(extract(str(reference), "auto") or str(reference))
-    if wanted is None:
+    number, right_number = number_in(answer), number_in(extract(str(reference), "auto") or str(reference))
+    if right_number is None:
         raise InvalidRequest(f"The reference {str(reference)[:80]!r} holds no number, which the numeric scorer needs.")
-    if given is None:
+    if number is None:
         return False, False
-    return True, abs(given - wanted) <= tolerance * max(1.0, abs(wanted))
+    return True, abs(number - right_number) <= tolerance * max(1.0, abs(right_number))
 
 
 def number_in(text: str | None) -> float | None:
@@ -151,10 +151,10 @@ def number_in(text: str | None) -> float | None:
     text = _without_latex(text or "")
     if (sole := _sole(text)) is not None:
         return sole[0]
-    found = _PLAIN_NUMBER.findall(_RAISED.sub(" ", text) if "^" in text or "_" in text else text)
-    if not found:
+    numbers = _PLAIN_NUMBER.findall(_RAISED.sub(" ", text) if "^" in text or "_" in text else text)
+    if not numbers:
         return None
-    top, _, bottom = found[-1].replace(",", "").partition("/")
+    top, _, bottom = numbers[-1].replace(",", "").partition("/")
     try:
         value = float(top) / float(bottom or 1)
     except ZeroDivisionError:
@@ -174,18 +174,20 @@ def choice(text: str, answer: str | None, reference: Any, options: list[str]) ->
     Raises:
         InvalidRequest: The reference is none of the three.
     """
-    wanted = letter_of(reference, options)
+    right_letter = letter_of(reference, options)
     valid = {chr(65 + index) for index in range(len(options))} if options else {chr(65 + index) for index in range(26)}
-    given = answer if answer is not None else text
+    answer_text = answer if answer is not None else text
     for index, option in enumerate(options):
-        if _plain(given, True) == _plain(option, True):
-            return True, chr(65 + index) == wanted
-    letters = [letter.upper() for letter in _LETTER.findall(given) if letter.upper() in valid]
-    if answer is None and len(given.strip(" .()")) > 1:  # free text is full of words like "a" and "I"
-        letters = [letter for letter in _LETTER.findall(given) if letter in valid and letter not in "AI"] or letters[:0]
+        if _plain(answer_text, True) == _plain(option, True):
+            return True, chr(65 + index) == right_letter
+    letters = [letter.upper() for letter in _LETTER.findall(answer_text) if letter.upper() in valid]
+    if answer is None and len(answer_text.strip(" .()")) > 1:  # free text is full of words like "a" and "I"
+        letters = [
+            letter for letter in _LETTER.findall(answer_text) if letter in valid and letter not in "AI"
+        ] or letters[:0]
     if not letters:
         return False, False
-    return True, (letters[0] if answer is not None else letters[-1]) == wanted
+    return True, (letters[0] if answer is not None else letters[-1]) == right_letter
 
 
 def letter_of(reference: Any, options: list[str]) -> str:
@@ -200,16 +202,18 @@ def letter_of(reference: Any, options: list[str]) -> str:
     """
     if isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < (len(options) or 26):
         return chr(65 + reference)
-    said = str(reference).strip()
+    reference_text = str(reference).strip()
     for index, option in enumerate(options):
-        if _plain(said, True) == _plain(option, True):
+        if _plain(reference_text, True) == _plain(option, True):
             return chr(65 + index)
-    bare = said.strip("() .")
+    bare = reference_text.strip("() .")
     if len(bare) == 1 and bare.isalpha():
         return bare.upper()
     if bare.isdecimal() and int(bare) < len(options):
         return chr(65 + int(bare))
-    raise InvalidRequest(f"The reference {said[:80]!r} is not a letter, an index from 0 or the text of an option.")
+    raise InvalidRequest(
+        f"The reference {reference_text[:80]!r} is not a letter, an index from 0 or the text of an option."
+    )
 
 
 def matches(answer: str | None, reference: Any, ignore_case: bool) -> Verdict:
@@ -247,11 +251,11 @@ def mathematical(answer: str | None, reference: Any) -> Verdict:
     """
     from math_verify import parse, verify
 
-    wanted = _expression(parse, str(reference))
-    if not wanted:
+    reference_expression = _expression(parse, str(reference))
+    if not reference_expression:
         raise InvalidRequest(f"The reference {str(reference)[:80]!r} is not an expression that math-verify can read.")
-    given = _expression(parse, answer or "")
-    return bool(given), bool(given) and bool(verify(wanted, given))
+    answer_expression = _expression(parse, answer or "")
+    return bool(answer_expression), bool(answer_expression) and bool(verify(reference_expression, answer_expression))
 
 
 def unit_tests(text: str, tests: Any, seconds: float, memory_mb: int) -> Verdict:
@@ -293,10 +297,10 @@ def extract_answer(text: str) -> str:
         return boxed
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     for line in reversed(lines):
-        said = None
-        for place in re.finditer(r"FINAL[_ ]ANSWER|\banswer|\bresult|\bsolution|\btotal", line, re.IGNORECASE):
-            said = _SAID.match(line, place.start()) or said
-        if said is not None and (answer := said["said"].strip().strip("*_`").rstrip(".").strip()):
+        match = None
+        for keyword in re.finditer(r"FINAL[_ ]ANSWER|\banswer|\bresult|\bsolution|\btotal", line, re.IGNORECASE):
+            match = _SAID.match(line, keyword.start()) or match
+        if match is not None and (answer := match["said"].strip().strip("*_`").rstrip(".").strip()):
             return answer
     return lines[-1].rstrip(".").strip() if lines else ""
 
@@ -310,33 +314,35 @@ def is_correct(answer: str, reference: str, *, relative: float = 1e-6, absolute:
         relative: Tolerance of a number, as a share of the reference.
         absolute: Tolerance of a number in absolute terms.
     """
-    said = extract_answer(answer)
-    if _words(said) == _words(reference) or _words(answer) == _words(reference):
+    extracted = extract_answer(answer)
+    if _words(extracted) == _words(reference) or _words(answer) == _words(reference):
         return True
     right = read_number(reference)
     if right is None:
         return False
-    given = read_number(said)
-    if given is None:
+    number = read_number(extracted)
+    if number is None:
         # "4 apples are left": the only number of a sentence is meant.
-        found = [one for one in map(_read, _NUMBER.finditer(_without_latex(said))) if one is not None]
-        if len(found) != 1:
+        readings = [
+            reading for reading in map(_read_match, _NUMBER.finditer(_without_latex(extracted))) if reading is not None
+        ]
+        if len(readings) != 1:
             return False
-        given = _number(*found[0])
-        if given.unit != right.unit and _unit(given.unit) is None:
-            given = Number(given.value)
-    if given.unit and right.unit and (_unit(given.unit) or given.unit) != (_unit(right.unit) or right.unit):
+        number = _number(*readings[0])
+        if number.unit != right.unit and _unit(number.unit) is None:
+            number = Number(number.value)
+    if number.unit and right.unit and (_unit(number.unit) or number.unit) != (_unit(right.unit) or right.unit):
         return False
-    return math.isclose(given.value, right.value, rel_tol=relative, abs_tol=absolute)
+    return math.isclose(number.value, right.value, rel_tol=relative, abs_tol=absolute)
 
 
 def _expression(parse: Callable[[str], list[Any]], text: str) -> list[Any]:
     """Parse a text with math-verify. A bare expression is read as LaTeX first: as prose, x+1 would be a 1."""
     bare = len(text.split()) <= _WORDS_OF_AN_EXPRESSION and not any(mark in text for mark in ("$", "\\(", "\\["))
     for form in (f"${text}$", text) if bare else (text,):
-        found = parse(form)
-        if found:
-            return found
+        expression = parse(form)
+        if expression:
+            return expression
     return []
 
 
@@ -345,11 +351,11 @@ def _plain(text: str, ignore_case: bool) -> str:
     return plain.casefold() if ignore_case else plain
 
 
-def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    found = next(reversed(list(pattern.finditer(text))), None)
-    if found is None:
+def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    match = next(reversed(list(pattern.finditer(text))), None)
+    if match is None:
         return None
-    return ((found.group(1) if pattern.groups else found.group(0)) or "").strip().strip("*`").strip()
+    return ((match.group(1) if pattern.groups else match.group(0)) or "").strip().strip("*`").strip()
 
 
 def _boxed(text: str) -> str | None:
@@ -369,16 +375,16 @@ def _without_latex(text: str) -> str:
     """Write fractions, powers of ten, units and spaces of LaTeX as plain text."""
     text = text.replace("\u2212", "-")
     if "\\" in text or "{" in text:
-        text = _LATEX_SIGN.sub(lambda found: _LATEX_MEANT.get(found[0], " "), _LATEX_TEXT.sub(r" \1", text))
-        text = _LATEX_FRACTION.sub(_fraction, text)
+        text = _LATEX_SIGN.sub(lambda match: _LATEX_MEANT.get(match[0], " "), _LATEX_TEXT.sub(r" \1", text))
+        text = _LATEX_FRACTION.sub(_fraction_text, text)
     if "^" in text or "**" in text:
-        text = _POWER_OF_TEN.sub(lambda found: f"{'1' * found[0].startswith('10')}e{found[1] or found[2]}", text)
+        text = _POWER_OF_TEN.sub(lambda match: f"{'1' * match[0].startswith('10')}e{match[1] or match[2]}", text)
     return text
 
 
-def _fraction(found: re.Match[str]) -> str:
-    mixed = found.start() > 0 and found.string[found.start() - 1].isdigit()
-    return f"{' ' if mixed else ''}{found[1] or found[2]}/{found[3] or found[4]}"
+def _fraction_text(match: re.Match[str]) -> str:
+    mixed = match.start() > 0 and match.string[match.start() - 1].isdigit()
+    return f"{' ' if mixed else ''}{match[1] or match[2]}/{match[3] or match[4]}"
 
 
 _Read = tuple[float, str, str]
@@ -392,16 +398,16 @@ def _sole(text: str) -> _Read | None:
     if mixed is not None and float(mixed["below"]):
         value = float(mixed["whole"]) + float(mixed["above"]) / float(mixed["below"])
         return (-value if mixed["sign"] == "-" else value), "", ""
-    found = _NUMBER.fullmatch(text)
-    return None if found is None else _read(found)
+    match = _NUMBER.fullmatch(text)
+    return None if match is None else _read_match(match)
 
 
-def _read(found: re.Match[str]) -> _Read | None:
-    below = float(found["below"] or 1)
-    whole = float(re.sub(r"[,\u00a0\u202f'_ ]", "", found["whole"]) + f"e{found['power'] or 0}")
+def _read_match(match: re.Match[str]) -> _Read | None:
+    below = float(match["below"] or 1)
+    whole = float(re.sub(r"[,\u00a0\u202f'_ ]", "", match["whole"]) + f"e{match['power'] or 0}")
     if not below or not math.isfinite(whole / below):
         return None
-    return (-whole if found["sign"] == "-" else whole) / below, found["money"] or "", (found["unit"] or "").lower()
+    return (-whole if match["sign"] == "-" else whole) / below, match["money"] or "", (match["unit"] or "").lower()
 
 
 def _number(value: float, money: str, unit: str) -> Number:

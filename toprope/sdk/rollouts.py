@@ -67,13 +67,13 @@ def configure(
             raise
         why = f"Empty, it gives {type(error).__name__}: {error}"
         raise described_missing(environment.Knobs, MissingKnobs(why, *empty)) from error
-    own = environment.max_turns
-    if not isinstance(own, int) or isinstance(own, bool) or own < 1:
-        raise EnvironmentMistake(f"max_turns must be a whole number of at least 1, not {own!r}.")
+    own_limit = environment.max_turns
+    if not isinstance(own_limit, int) or isinstance(own_limit, bool) or own_limit < 1:
+        raise EnvironmentMistake(f"max_turns must be a whole number of at least 1, not {own_limit!r}.")
     if max_turns is not None:
         if not isinstance(max_turns, int) or isinstance(max_turns, bool) or max_turns < 1:
             raise InvalidRequest(f"max_turns must be a whole number of at least 1, not {max_turns!r}.")
-        environment.max_turns = min(own, max_turns)
+        environment.max_turns = min(own_limit, max_turns)
     environment.parts = Scoring.weighted(environment.parts, reward_weights or {}).parts
     return environment
 
@@ -93,14 +93,14 @@ class Rollout:
         self._near = near
         self._grouped = grouped(environment)
         self._ending: Outcome | None = None
-        self._first = 0  # messages that reset() returned
+        self._first_count = 0  # messages that reset() returned
         self.done = False
         self.functions: RewardFunctions | None = None
         """Reward functions to apply to the outcome."""
 
     def seen(self) -> dict[str, Any]:
         """Arguments of reward functions."""
-        return seen_of(self._environment.task, self._environment.messages, self._first)
+        return seen_of(self._environment.task, self._environment.messages, self._first_count)
 
     def begin(self) -> Messages:
         """Call `reset` and return the first messages for the policy. Exceptions of `reset` pass through.
@@ -109,11 +109,11 @@ class Rollout:
             EnvironmentMistake: `reset` returned no messages, or something else.
         """
         environment = self._environment
-        first = environment.reset(environment.task)
-        messages = as_messages(first, "what reset() returned")
+        returned = environment.reset(environment.task)
+        messages = as_messages(returned, "what reset() returned")
         if not messages:
             raise EnvironmentMistake("reset() must return what the policy sees first; it returned nothing.")
-        environment.messages, self._first = list(messages), len(messages)
+        environment.messages, self._first_count = list(messages), len(messages)
         return messages
 
     def advance(
@@ -146,20 +146,20 @@ class Rollout:
             if self._grouped and not alone:
                 return Turn(messages, True)
             returned = environment.score_group([environment]) if self._grouped else [environment.score()]
-            outcome = self._judged(returned, 0, 1)
+            outcome = self._judge(returned, 0, 1)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # an author's code may raise anything, SystemExit too
-            outcome = self._ending = self._failed(error)
+            outcome = self._ending = self._describe_failure(error)
         self.done = True
         return Turn(messages, True, outcome)
 
     def solve(self, variant: int) -> str | None:
         """The next answer of the environment's own solver, or None. Its exceptions pass through."""
-        said = self._environment.solve(variant)
-        if said is not None and not isinstance(said, str):
-            raise EnvironmentMistake(f"solve() must return a text or None, not {said!r:.80}.")
-        return said
+        answer = self._environment.solve(variant)
+        if answer is not None and not isinstance(answer, str):
+            raise EnvironmentMistake(f"solve() must return a text or None, not {answer!r:.80}.")
+        return answer
 
     def _step(self, text: str) -> tuple[Messages, bool]:
         returned = self._environment.step(text)
@@ -170,7 +170,7 @@ class Rollout:
             raise EnvironmentMistake("step() returned no message for the policy and did not end the rollout.")
         return messages, done
 
-    def _judged(self, returned: Any, place: int, count: int) -> Outcome:
+    def _judge(self, returned: Any, place: int, count: int) -> Outcome:
         """The outcome number `place` of the results of a group of `count`; raises if they are invalid."""
         environment = self._environment
         if not isinstance(returned, list | tuple) or len(returned) != count:
@@ -188,7 +188,7 @@ class Rollout:
             truncated=environment.truncated,
         )
 
-    def _failed(self, error: BaseException) -> Outcome:
+    def _describe_failure(self, error: BaseException) -> Outcome:
         return Outcome(
             reward=0.0,
             turns=self._environment.turns,
@@ -219,11 +219,11 @@ def score_together(rollouts: Sequence[Rollout]) -> list[Outcome]:
         try:
             if failure is not None:
                 raise failure
-            rollout._ending = rollout._judged(returned, place, len(waiting))
+            rollout._ending = rollout._judge(returned, place, len(waiting))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            rollout._ending = rollout._failed(error)
+            rollout._ending = rollout._describe_failure(error)
     return [rollout._ending for rollout in rollouts if rollout._ending is not None]
 
 

@@ -94,10 +94,10 @@ def passes_tests(code: str, tests: str, *, seconds: float, memory_mb: int) -> bo
         memory_mb: Address space in MiB, of each process.
     """
     word = secrets.token_hex(16)
-    given = marshal.dumps((code, tests, word))
+    program = marshal.dumps((code, tests, word))
     with tempfile.TemporaryDirectory(prefix="toprope-tests-", ignore_cleanup_errors=True) as folder:
-        ran = _run(given, seconds, memory_mb, 1_000_000, [], [folder, "tests"], folder)
-    return word in ran.output
+        outcome = _run(program, seconds, memory_mb, 1_000_000, [], [folder, "tests"], folder)
+    return word in outcome.output
 
 
 def _run(
@@ -186,7 +186,7 @@ def _converse(
 ) -> tuple[bytes, str]:
     """Send the program and read its output until its end, the time limit or the output limit."""
     assert process.stdin is not None and process.stdout is not None
-    output, left = bytearray(), memoryview(program)
+    output, unsent = bytearray(), memoryview(program)
     until, started = time.monotonic() + _START_S, False
     for stream in (process.stdin, process.stdout):
         os.set_blocking(stream.fileno(), False)
@@ -204,12 +204,12 @@ def _converse(
                     continue
                 if key.fileobj is process.stdin:
                     try:
-                        left = left[os.write(key.fd, left) :]
+                        unsent = unsent[os.write(key.fd, unsent) :]
                     except BlockingIOError:
                         continue
                     except BrokenPipeError:
-                        left = left[:0]
-                    if not left:
+                        unsent = unsent[:0]
+                    if not unsent:
                         selector.unregister(process.stdin)
                         process.stdin.close()
                     continue

@@ -108,11 +108,11 @@ def tool(
         timeout_s: Time limit per call in seconds; the environment's `tool_timeout_s` by default.
     """
 
-    def marked(one: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(one, _MARK, _Declared(Price(usd=usd, seconds=seconds), timeout_s))
-        return one
+    def mark(target: Callable[..., Any]) -> Callable[..., Any]:
+        setattr(target, _MARK, _Declared(Price(usd=usd, seconds=seconds), timeout_s))
+        return target
 
-    return marked if function is None else marked(function)
+    return mark if function is None else mark(function)
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,15 @@ def split_thoughts(text: str) -> tuple[list[str], str]:
     """
     before, closed, _ = text.partition("</think>")
     whole = f"<think>{text}" if closed and "<think>" not in before else text
-    if not (found := THINKING.findall(whole)):
+    if not (blocks := THINKING.findall(whole)):
         return [], text
-    thoughts = (one.removeprefix("<think>").removesuffix("</think>").strip() for one in found)
-    return [one for one in thoughts if one], THINKING.sub("", whole).strip()
+    thoughts = (block.removeprefix("<think>").removesuffix("</think>").strip() for block in blocks)
+    return [thought for thought in thoughts if thought], THINKING.sub("", whole).strip()
 
 
 def calls_in(text: str) -> list[Call]:
     """The tool calls in an answer, in order, without those within <think>."""
-    found = []
+    calls = []
     for match in _CALL.finditer(THINKING.sub("", text)):
         try:
             value = json.loads(match[1])
@@ -181,18 +181,22 @@ def calls_in(text: str) -> list[Call]:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             name, arguments = "", None
         if isinstance(name, str) and name and isinstance(arguments, Mapping):
-            found.append(Call(name, dict(arguments)))
+            calls.append(Call(name, dict(arguments)))
         else:
-            found.append(Call(problem='within <tool_call> is no {"name": ..., "arguments": {...}} in JSON'))
-    return found
+            calls.append(Call(problem='within <tool_call> is no {"name": ..., "arguments": {...}} in JSON'))
+    return calls
 
 
 def tool_prompt(tools: Sequence[Tool]) -> str:
     """Description of the tools for the policy, in the wording of Qwen's chat template."""
     lines = []
-    for one in tools:
-        told = {"name": one.name, "description": one.description, "parameters": one.parameters or ONE_INPUT}
-        lines.append(json.dumps({"type": "function", "function": told}, ensure_ascii=False))
+    for listed_tool in tools:
+        function = {
+            "name": listed_tool.name,
+            "description": listed_tool.description,
+            "parameters": listed_tool.parameters or ONE_INPUT,
+        }
+        lines.append(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
     return _PROMPT.format(tools="\n".join(lines))
 
 
@@ -218,10 +222,10 @@ class ToolEnvironment(Environment):
     _shared: dict[str, list[Tool]]
     """Tools of all rollouts, filled on first use; rollouts are shallow copies and share this dict."""
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        made = super().__new__(cls)
-        made._shared = {}
-        return made
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
+        environment = super().__new__(cls)
+        environment._shared = {}
+        return environment
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -239,28 +243,28 @@ class ToolEnvironment(Environment):
 
     def with_tools(self, prompt: str | Messages) -> Messages:
         """The messages with a description of the tools in the system message, which is added if missing."""
-        messages, told = as_messages(prompt, "the prompt"), tool_prompt(list(self.toolbox.tools.values()))
+        messages, description = as_messages(prompt, "the prompt"), tool_prompt(list(self.toolbox.tools.values()))
         if not self.toolbox.tools:
             return messages
         if messages and messages[0]["role"] == "system":
-            first = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
-            return [first, *messages[1:]]
-        return [{"role": "system", "content": told}, *messages]
+            system_message = {**messages[0], "content": f"{messages[0]['content']}\n\n{description}"}
+            return [system_message, *messages[1:]]
+        return [{"role": "system", "content": description}, *messages]
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
         """Carry out the calls in an answer; an answer without a call ends the rollout."""
-        asked = calls_in(text)
-        if not asked or self.truncated:
+        calls = calls_in(text)
+        if not calls or self.truncated:
             return None, True
-        return [self._answered(call, place) for place, call in enumerate(asked)], False
+        return [self._carry_out(call, place) for place, call in enumerate(calls)], False
 
     def score(self) -> dict[str, float]:
         raise NotImplementedError(f"{type(self).__name__} does not score: define score(self).")
 
     def tool_limits(self) -> tuple[float, int]:
         marked = (getattr(getattr(type(self), name, None), _MARK, None) for name in dir(type(self)))
-        given = (one if isinstance(one, Tool) else getattr(one, _MARK, None) for one in self.tools)
-        limits = [one.timeout_s or 0.0 for one in (*self.servers, *given, *marked) if one is not None]
+        listed = (entry if isinstance(entry, Tool) else getattr(entry, _MARK, None) for entry in self.tools)
+        limits = [source.timeout_s or 0.0 for source in (*self.servers, *listed, *marked) if source is not None]
         return max([self.tool_timeout_s, *limits]), self.most_calls
 
     def measured(self) -> dict[str, float]:
@@ -281,11 +285,11 @@ class ToolEnvironment(Environment):
     @property
     def toolbox(self) -> Toolbox:
         """The tools of this rollout."""
-        made = self.__dict__.get("_toolbox")
-        if made is None:
-            made = self._toolbox = Toolbox([*self._shared_tools(), *self.own_tools()], longest=self.longest_result)
+        toolbox = self.__dict__.get("_toolbox")
+        if toolbox is None:
+            toolbox = self._toolbox = Toolbox([*self._shared_tools(), *self.own_tools()], longest=self.longest_result)
             self.calls = []
-        return made
+        return toolbox
 
     def own_tools(self) -> list[Tool]:
         """Tools of this rollout alone: its methods marked with `tool`."""
@@ -298,8 +302,8 @@ class ToolEnvironment(Environment):
         signature = signature_of(function, name)
         limit = declared.timeout_s if declared.timeout_s is not None else self.tool_timeout_s
 
-        def run(given: str) -> str:
-            returned = function(**signature.check(json.loads(given)))
+        def run(arguments: str) -> str:
+            returned = function(**signature.check(json.loads(arguments)))
             if inspect.iscoroutine(returned):
                 try:
                     returned = self._loop.run(returned, limit)
@@ -317,28 +321,30 @@ class ToolEnvironment(Environment):
         """The text of a failed call for the policy."""
         return f"Error: {why}"
 
-    def _answered(self, call: Call, place: int) -> dict[str, Any]:
+    def _carry_out(self, call: Call, place: int) -> dict[str, Any]:
         toolbox = self.toolbox
         if call.problem or place >= self.most_calls:
             why = call.problem or f"at most {self.most_calls} calls in one answer"
-            done = Called(call.name, call.arguments, self.tell_failure(why), 0.0, 0.0, True)
+            called = Called(call.name, call.arguments, self.tell_failure(why), 0.0, 0.0, True)
         else:
-            known = toolbox.tools.get(call.name)
-            plain = known is not None and known.parameters is None
-            given = str(call.arguments.get("input", "")) if plain else json.dumps(call.arguments)
-            seen = toolbox.call(call.name, given)
-            content = seen.content
-            if seen.failed:
+            called_tool = toolbox.tools.get(call.name)
+            plain = called_tool is not None and called_tool.parameters is None
+            arguments = str(call.arguments.get("input", "")) if plain else json.dumps(call.arguments)
+            result = toolbox.call(call.name, arguments)
+            content = result.content
+            if result.failed:
                 content = self.tell_failure(content.removeprefix("Error: "))
-            done = Called(call.name, call.arguments, content, seen.latency_seconds, seen.cost_usd, seen.failed)
-        self.calls.append(done)
-        return {"role": "tool", "name": done.name, "content": done.content}
+            called = Called(call.name, call.arguments, content, result.latency_seconds, result.cost_usd, result.failed)
+        self.calls.append(called)
+        return {"role": "tool", "name": called.name, "content": called.content}
 
     def _shared_tools(self) -> list[Tool]:
         if "tools" not in self._shared:
-            functions = [one if isinstance(one, Tool) else self.as_tool(_function(one)) for one in self.tools]
+            functions = [
+                entry if isinstance(entry, Tool) else self.as_tool(_check_function(entry)) for entry in self.tools
+            ]
             connected = [_Connected(server, self.tool_timeout_s) for server in self.servers]
-            self._shared["tools"] = [*functions, *(one for server in connected for one in server.tools)]
+            self._shared["tools"] = [*functions, *(server_tool for server in connected for server_tool in server.tools)]
         return self._shared["tools"]
 
 
@@ -352,12 +358,12 @@ class _Connected:
         self._link = self._connect()
         self.tools = [
             replace(
-                one,
-                call=functools.partial(self._call, one.name.removeprefix(server.prefix)),
+                server_tool,
+                call=functools.partial(self._call, server_tool.name.removeprefix(server.prefix)),
                 price=Price(usd=server.usd),
                 close=None,
             )
-            for one in self._link.tools(server.only, server.prefix)
+            for server_tool in self._link.tools(server.only, server.prefix)
         ]
 
     def _connect(self) -> McpServer:
@@ -366,13 +372,13 @@ class _Connected:
         atexit.register(link.close)
         return link
 
-    def _call(self, name: str, given: str) -> str:
+    def _call(self, name: str, arguments: str) -> str:
         with self._lock:
             if not self._link.alive:
                 self._link = self._connect()
             link = self._link
         try:
-            return link.call(name, given)
+            return link.call(name, arguments)
         except InvalidRequest:
             raise
         except Exception as error:  # a failure of the connection, not of the tool
@@ -380,9 +386,9 @@ class _Connected:
             raise InvalidRequest(f"the MCP server has ended ({error}); the next call connects again") from error
 
 
-def _function(one: object) -> Callable[..., Any]:
-    if isinstance(one, type):
-        raise InvalidRequest(f"tools holds the class {one.__name__}: give functions, or mark methods with @tool.")
-    if not callable(one):
-        raise EnvironmentMistake(f"tools holds {one!r:.60}, which is neither a function nor a Tool.")
-    return one
+def _check_function(entry: object) -> Callable[..., Any]:
+    if isinstance(entry, type):
+        raise InvalidRequest(f"tools holds the class {entry.__name__}: give functions, or mark methods with @tool.")
+    if not callable(entry):
+        raise EnvironmentMistake(f"tools holds {entry!r:.60}, which is neither a function nor a Tool.")
+    return entry

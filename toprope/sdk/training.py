@@ -130,8 +130,8 @@ class CheckFailed(Exception):
     """Checks found problems; `problems` has them by name of the check."""
 
     def __init__(self, problems: Mapping[str, list[str]]) -> None:
-        self.problems = {name: list(found) for name, found in problems.items()}
-        super().__init__("; ".join(f"check_{name}: {' '.join(found)}" for name, found in self.problems.items()))
+        self.problems = {name: list(sentences) for name, sentences in problems.items()}
+        super().__init__("; ".join(f"check_{name}: {' '.join(sentences)}" for name, sentences in self.problems.items()))
 
 
 class Session(ABC):
@@ -217,7 +217,7 @@ class Trainer(ABC):
             f"{type(self).__name__} cannot continue from a checkpoint: define load(self, folder)."
         )
 
-    def validate(self, session: Session, told: Callable[[str, list[str]], None] = lambda name, found: None) -> None:
+    def validate(self, session: Session, told: Callable[[str, list[str]], None] = lambda name, sentences: None) -> None:
         """Run all checks, also after one has found problems.
 
         Args:
@@ -228,7 +228,7 @@ class Trainer(ABC):
             CheckFailed: A check found problems.
         """
         self.state = State.VALIDATING
-        asked: dict[str, Callable[[], Any]] = {
+        checks: dict[str, Callable[[], Any]] = {
             "config": lambda: self.check_config(self.config),
             "agent": lambda: self.check_agent(session.policy),
             "dataset": lambda: self.check_dataset(session.data),
@@ -237,12 +237,12 @@ class Trainer(ABC):
         problems = {}
         for name in CHECKS:
             try:
-                found = _sentences(asked[name]())
+                sentences = _sentences(checks[name]())
             except Exception as error:  # a check that raises has not passed
-                found = [f"it raised {type(error).__name__}: {error}"]
-            told(name, found)
-            if found:
-                problems[name] = found
+                sentences = [f"it raised {type(error).__name__}: {error}"]
+            told(name, sentences)
+            if sentences:
+                problems[name] = sentences
         if problems:
             self.state = State.ERROR
             raise CheckFailed(problems)
@@ -251,7 +251,7 @@ class Trainer(ABC):
     def live(
         self,
         session: Session,
-        told: Callable[[str, list[str]], None] = lambda name, found: None,
+        told: Callable[[str, list[str]], None] = lambda name, sentences: None,
         trained: Callable[[], None] = lambda: None,
     ) -> Metrics:
         """Run the checks, training and evaluation.
@@ -274,17 +274,17 @@ class Trainer(ABC):
             self.state = State.TRAINED
             trained()
             self.state = State.EVALUATING
-            found = self.evaluate(session)
-            if not isinstance(found, Metrics):
-                raise TypeError(f"evaluate() returned {type(found).__name__}, not toprope.sdk.training.Metrics")
+            metrics = self.evaluate(session)
+            if not isinstance(metrics, Metrics):
+                raise TypeError(f"evaluate() returned {type(metrics).__name__}, not toprope.sdk.training.Metrics")
         except BaseException:
             self.state = State.ERROR
             raise
         self.state = State.COMPLETE
-        return found
+        return metrics
 
 
-def _sentences(found: Any) -> list[str]:
-    if found is None:
+def _sentences(returned: Any) -> list[str]:
+    if returned is None:
         return []
-    return [str(one) for one in ([found] if isinstance(found, str) else found)]
+    return [str(sentence) for sentence in ([returned] if isinstance(returned, str) else returned)]

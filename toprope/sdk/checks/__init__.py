@@ -22,6 +22,6 @@ RULES: tuple[Callable[[Observed], Finding | None], ...] = (*TASKS, *SCORING, *CO
 
 def judge(seen: Observed) -> list[Finding]:
     """Return all findings, most severe first."""
-    found = [finding for rule in RULES if (finding := rule(seen)) is not None]
+    findings = [finding for rule in RULES if (finding := rule(seen)) is not None]
     order = {"critical": 0, "warning": 1, "note": 2}
-    return sorted(found, key=lambda finding: order[finding.level])
+    return sorted(findings, key=lambda finding: order[finding.level])

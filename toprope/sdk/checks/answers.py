@@ -54,19 +54,19 @@ def probes(prompt: str, reference: str | None, others: Sequence[str] = (), *, fu
         others: Right answers to other tasks; the first different one is used.
         full: Also try further kinds.
     """
-    found = [] if reference is None else [Probe("reference", reference)]
-    found += [Probe("empty", ""), Probe("junk", JUNK)]
+    tried = [] if reference is None else [Probe("reference", reference)]
+    tried += [Probe("empty", ""), Probe("junk", JUNK)]
     if reference is not None:
         plain = _plain(reference)
         other = next((text for text in others if _plain(text) != plain), None)
         if other is not None:
-            found.append(Probe("other", other))
+            tried.append(Probe("other", other))
         if (near := near_miss(reference)) is not None:
-            found.append(Probe("near_miss", near))
+            tried.append(Probe("near_miss", near))
         if other is not None:  # neither first nor last, which a scorer of free text may read
-            last = next((text for text in others if _plain(text) not in (plain, _plain(other))), other)
-            found.append(Probe("several", f"{other} {reference} {last}"))
-    found += [
+            third = next((text for text in others if _plain(text) not in (plain, _plain(other))), other)
+            tried.append(Probe("several", f"{other} {reference} {third}"))
+    tried += [
         Probe("letters", _LETTERS),
         Probe("unicode", _UNICODE),
         Probe("nan", "nan"),
@@ -74,19 +74,19 @@ def probes(prompt: str, reference: str | None, others: Sequence[str] = (), *, fu
         Probe("echo", prompt[:_LONGEST_ECHO]),
     ]
     if reference is not None:
-        before, answer, after = _parted(reference)
+        before, answer, after = _split_reference(reference)
         words = answer.split()
         if len(words) > 1:
-            found.append(Probe("first_word", f"{before}{words[0]}{after}"))
+            tried.append(Probe("first_word", f"{before}{words[0]}{after}"))
         if words:
-            found.append(Probe("appended", f"{before}{answer}zzz{after}"))
-    found += [Probe("structure", text) for text in _STRUCTURES[: None if full else 1]]
-    return found
+            tried.append(Probe("appended", f"{before}{answer}zzz{after}"))
+    tried += [Probe("structure", text) for text in _STRUCTURES[: None if full else 1]]
+    return tried
 
 
 def bare(reference: str) -> str:
     """Return the answer in a reference that ends in <answer>...</answer> or \\boxed{...}; else the reference."""
-    return _parted(reference)[1].strip()
+    return _split_reference(reference)[1].strip()
 
 
 def near_miss(reference: str) -> str | None:
@@ -105,17 +105,17 @@ def near_miss(reference: str) -> str | None:
     return text[:-1] if len(text) > 1 else None
 
 
-def _parted(reference: str) -> tuple[str, str, str]:
+def _split_reference(reference: str) -> tuple[str, str, str]:
     """The answer of a reference, with the text before and after it that says where the answer is."""
     for form in _FORMS:
-        if found := form.fullmatch(reference):
-            return found[1], found[2], found[3]
+        if match := form.fullmatch(reference):
+            return match[1], match[2], match[3]
     return "", reference, ""
 
 
 def _next_letter(letter: str) -> str:
-    first = ord("a" if letter.islower() else "A")
-    return chr(first + (ord(letter) - first + 7) % 26)
+    alphabet_start = ord("a" if letter.islower() else "A")
+    return chr(alphabet_start + (ord(letter) - alphabet_start + 7) % 26)
 
 
 def _plain(text: str) -> str:

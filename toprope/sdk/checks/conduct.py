@@ -18,17 +18,19 @@ def hangs(seen: Observed) -> Finding | None:
     """A call timed out or ended the worker."""
     if not seen.ended:
         return None
-    hung, died = [one for one in seen.ended if one.hung], [one for one in seen.ended if not one.hung]
-    told = []
+    hung, died = [call for call in seen.ended if call.hung], [call for call in seen.ended if not call.hung]
+    failures = []
     if hung:
-        told.append(f"these calls timed out: {', '.join(sorted({one.doing for one in hung}))}")
+        failures.append(f"these calls timed out: {', '.join(sorted({call.doing for call in hung}))}")
     if died:
-        told.append(f"the process ended during: {', '.join(sorted({one.doing for one in died}))} ({cut(died[0].said)})")
-    vital = any(one.doing in ("tasks", "score reference", "open") for one in seen.ended)
+        failures.append(
+            f"the process ended during: {', '.join(sorted({call.doing for call in died}))} ({cut(died[0].said)})"
+        )
+    vital = any(call.doing in ("tasks", "score reference", "open") for call in seen.ended)
     return Finding(
         "hangs",
         "critical" if vital else "warning",
-        f"Calls into the environment failed: {'; '.join(told)}.",
+        f"Calls into the environment failed: {'; '.join(failures)}.",
         "every call ends within environment.call_timeout_s, and none ends the process",
         seen.advice(
             "limit loops and requests",
@@ -42,30 +44,30 @@ def hangs(seen: Observed) -> Finding | None:
 
 def slow(seen: Observed) -> Finding | None:
     """Tasks, scoring or loading are slow."""
-    told, observed = [], {}
+    causes, observed = [], {}
     level: Level = "note"
     if seen.tasks_s is not None and seen.tasks_s >= _SLOW_TASK_S:
-        told.append(f"making a task takes {seen.tasks_s:.2g} s")
+        causes.append(f"making a task takes {seen.tasks_s:.2g} s")
         observed["task_s"] = round(seen.tasks_s, 3)
         level = "warning"
-    taken = sorted(score.seconds for score in seen.scores if score.kind != "solver")
-    if taken:
-        middle, longest = statistics.median(taken), max(seen.scores, key=lambda score: score.seconds)
+    score_seconds = sorted(score.seconds for score in seen.scores if score.kind != "solver")
+    if score_seconds:
+        middle, longest = statistics.median(score_seconds), max(seen.scores, key=lambda score: score.seconds)
         if middle >= _SLOW_SCORE_S or longest.seconds >= _VERY_SLOW_S:
-            told.append(
+            causes.append(
                 f"scoring takes {middle:.2g} s, at most {longest.seconds:.2g} s (an answer of kind {longest.kind})"
             )
             observed |= {"score_s": round(middle, 3), "longest_score_s": round(longest.seconds, 3)}
             level = "warning"
     if seen.load_s >= _SLOW_LOAD_S:
-        told.append(f"loading takes {seen.load_s:.0f} s")
+        causes.append(f"loading takes {seen.load_s:.0f} s")
         observed["load_s"] = round(seen.load_s, 1)
-    if not told:
+    if not causes:
         return None
     return Finding(
         "slow",
         level,
-        f"It is slow: {'; '.join(told)}.",
+        f"It is slow: {'; '.join(causes)}.",
         f"a task is generated within {_SLOW_TASK_S} s, an answer scored within {_SLOW_SCORE_S} s and always within "
         f"{_VERY_SLOW_S:g} s, loading takes less than {_SLOW_LOAD_S:.0f} s",
         seen.advice(
@@ -80,10 +82,10 @@ def prints(seen: Observed) -> Finding | None:
     """The environment prints to the log."""
     if not seen.printed_bytes:
         return None
-    each = seen.printed_bytes / max(len(seen.scores), 1)
+    bytes_per_answer = seen.printed_bytes / max(len(seen.scores), 1)
     return Finding(
         "prints",
-        "warning" if each >= _CHATTY_BYTES else "note",
+        "warning" if bytes_per_answer >= _CHATTY_BYTES else "note",
         f"It prints: {seen.printed_bytes} bytes while {len(seen.scores)} answers were scored. That goes to the log.",
         f"harmless; a warning from {_CHATTY_BYTES} bytes per answer, which is slow and hides important lines",
         seen.advice("remove print() from tasks(), step() and score()", "set a quieter knob if it has one"),
@@ -113,14 +115,14 @@ def memory(seen: Observed) -> Finding | None:
     """Memory grows with every answer."""
     if not seen.grown_calls:
         return None
-    each = seen.grown_mb / seen.grown_calls
-    if seen.grown_mb < _GROWN_MB or each < _GROWN_MB_A_CALL:
+    mb_per_answer = seen.grown_mb / seen.grown_calls
+    if seen.grown_mb < _GROWN_MB or mb_per_answer < _GROWN_MB_A_CALL:
         return None
     return Finding(
         "memory_grows",
         "warning",
         f"Its memory grew by {seen.grown_mb:.0f} MB over {seen.grown_calls} answers "
-        f"({each * 1000:.0f} MB per thousand).",
+        f"({mb_per_answer * 1000:.0f} MB per thousand).",
         f"less than {_GROWN_MB:.0f} MB over the trial, and {_GROWN_MB_A_CALL * 1000:.0f} MB per thousand answers",
         seen.advice("keep no data of a rollout in globals or in objects of setup()", "tell its author")
         + "; environment.memory_mb restarts the worker",

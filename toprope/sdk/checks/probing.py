@@ -35,15 +35,15 @@ def text_of(messages: Sequence[dict[str, Any]]) -> str:
     return "\n".join(str(message.get("content", "")) for message in messages)
 
 
-def tasks_of(found: Sequence[dict[str, Any]]) -> tuple[TaskSeen, ...]:
+def tasks_of(rows: Sequence[dict[str, Any]]) -> tuple[TaskSeen, ...]:
     """Convert a worker's answer to `tasks`."""
     return tuple(
         TaskSeen(
-            str(one["id"]),
-            text_of(one["messages"]),
-            None if one["reference"] is None else str(one["reference"]),
+            str(row["id"]),
+            text_of(row["messages"]),
+            None if row["reference"] is None else str(row["reference"]),
         )
-        for one in found
+        for row in rows
     )
 
 
@@ -93,27 +93,29 @@ class Trial:
             listed: Number of tasks to read per split.
         """
         seen = self.seen
-        first = await self._ask("tasks", "tasks", split="train", start=0, count=1)
-        if first is not None:
-            seen.splits["train"] = SplitSeen(tasks_of(first["tasks"]), first["known"], first["exhausted"])
+        first_page = await self._ask("tasks", "tasks", split="train", start=0, count=1)
+        if first_page is not None:
+            seen.splits["train"] = SplitSeen(
+                tasks_of(first_page["tasks"]), first_page["known"], first_page["exhausted"]
+            )
         pid = self.link.pid if self.link is not None else 0
         began, used = time.monotonic(), self._busy(pid)
         sizes = await self._ask("tasks", "survey", beyond=seconds, limit=limit, seconds=seconds)
-        taken, worked = time.monotonic() - began, self._busy(pid) - used
-        if worked > 0.04 * taken:  # Count CPU time, because other processes may load this machine.
-            taken = min(taken, worked)
+        elapsed, worked = time.monotonic() - began, self._busy(pid) - used
+        if worked > 0.04 * elapsed:  # Count CPU time, because other processes may load this machine.
+            elapsed = min(elapsed, worked)
         if sizes is None:  # Tasks from before the error are available.
             sizes = await self._ask("tasks", "survey", limit=limit, seconds=0.0) or {}
-        elif (made := sum(size["known"] for size in sizes.values())) > 1:
-            seen.tasks_s = taken / made
+        elif (task_count := sum(size["known"] for size in sizes.values())) > 1:
+            seen.tasks_s = elapsed / task_count
         for split in _SPLITS:
             size = sizes.get(split, {"known": 0, "exhausted": False})
             count = min(size["known"], listed[split])
-            found = await self._ask("tasks", "tasks", split=split, start=0, count=count) if count else None
-            if found is None and split == "train" and split in seen.splits:
+            page = await self._ask("tasks", "tasks", split=split, start=0, count=count) if count else None
+            if page is None and split == "train" and split in seen.splits:
                 continue  # The first one is known.
             seen.splits[split] = SplitSeen(
-                tasks_of(found["tasks"]) if found is not None else (),
+                tasks_of(page["tasks"]) if page is not None else (),
                 size["known"],
                 bool(size["exhausted"]),
                 int(size.get("leaked", 0)),
@@ -138,15 +140,15 @@ class Trial:
     async def varies(self, tasks: int) -> bool:
         """Return True as soon as two answers to a task earn different rewards, False at the time limit."""
         for number, plan in enumerate(self._plans(tasks)):
-            for probe in [one for one in plan if one.kind in _TELLING]:
+            for probe in [candidate for candidate in plan if candidate.kind in _TELLING]:
                 if self.late:
                     return False
                 await self._try(number, probe, twice=False)
-                if self._varied(number):
+                if self._rewards_vary(number):
                     return True
             await self._solve(number)
             self.seen.tried = number + 1
-            if self._varied(number):
+            if self._rewards_vary(number):
                 return True
         return False
 
@@ -161,7 +163,7 @@ class Trial:
             for number, task in enumerate(train.tasks[:tasks])
         ]
 
-    def _varied(self, number: int) -> bool:
+    def _rewards_vary(self, number: int) -> bool:
         rewards = [score.reward for score in self.seen.scores if score.task == number]
         return bool(rewards) and max(rewards) - min(rewards) > _TOLERANCE
 
@@ -174,15 +176,15 @@ class Trial:
 
     async def rewards_of(self, tasks: int, kinds: Sequence[str]) -> dict[tuple[int, str], float | None]:
         """Return rewards of `kinds` of answers to the first tasks, None for errors, to compare with another process."""
-        found: dict[tuple[int, str], float | None] = {}
+        rewards: dict[tuple[int, str], float | None] = {}
         for number, plan in enumerate(self._plans(tasks)):
             for probe in plan:
                 if probe.kind not in kinds or self.late:
                     continue
                 outcome = await self.score("train", number, probe.text, f"score {probe.kind}")
                 if outcome is not None:
-                    found[number, probe.kind] = None if outcome["error"] else outcome["reward"]
-        return found
+                    rewards[number, probe.kind] = None if outcome["error"] else outcome["reward"]
+        return rewards
 
     async def _try(self, number: int, probe: Probe, *, twice: bool = True) -> None:
         if probe.kind in self._spoiled:
@@ -198,9 +200,9 @@ class Trial:
             raised=float(outcome.get("parts", {}).get(REWARD_ERRORS, 0.0)),  # none if reset raised
         )  # fmt: skip
         if twice and probe.kind in _TWICE and not outcome["error"] and not self.late:
-            second = await self.score("train", number, probe.text, f"score {probe.kind}")
-            if second is not None and not second["error"]:
-                scored = replace(scored, again=float(second["reward"]))
+            second_outcome = await self.score("train", number, probe.text, f"score {probe.kind}")
+            if second_outcome is not None and not second_outcome["error"]:
+                scored = replace(scored, again=float(second_outcome["reward"]))
         self.seen.scores.append(scored)
 
     async def _solve(self, number: int) -> None:
@@ -214,16 +216,16 @@ class Trial:
                 return
             [handle] = begun["rollouts"]
             for _ in range(_MOST_TURNS):
-                said = await self._ask("solve", "solve", raises=True, asked=[[handle, 0]])
-                if said is None or said[0] is None:
+                answers = await self._ask("solve", "solve", raises=True, asked=[[handle, 0]])
+                if answers is None or answers[0] is None:
                     await self._ask("solve", "discard", rollouts=[handle])
                     self._spoiled.add("solver")
                     return
-                moved = await self._ask("solve", "advance", raises=True, moves=[[handle, said[0]]])
-                if moved is None:
+                turns = await self._ask("solve", "advance", raises=True, moves=[[handle, answers[0]]])
+                if turns is None:
                     return
-                if moved[0]["done"]:
-                    outcome = moved[0]["outcome"]
+                if turns[0]["done"]:
+                    outcome = turns[0]["outcome"]
                     self.seen.scores.append(
                         Scored(number, "solver", float(outcome["reward"]), bool(outcome["success"]), outcome["error"])
                     )

@@ -29,21 +29,21 @@ def never_varies(seen: Observed) -> Finding | None:
     for score in seen.scores:
         by_task.setdefault(score.task, []).append(score)
     rewards = [[score.reward for score in scores] for scores in by_task.values() if len(scores) > 1]
-    if not rewards or any(max(one) - min(one) > _TOLERANCE for one in rewards):
+    if not rewards or any(max(task_rewards) - min(task_rewards) > _TOLERANCE for task_rewards in rewards):
         return None
     right = [score for score in seen.scores if score.kind in ("reference", "solver")]
     all_raised = all(score.error for score in seen.scores)
     value = rewards[0][0]
     observed = {"reward": value, "answers": len(seen.scores), "tasks": len(rewards)}
     threshold = "some answers to a task earn more than others"
-    said = f"{len(seen.scores)} answers to {len(rewards)} tasks"
+    answers = f"{len(seen.scores)} answers to {len(rewards)} tasks"
     if all_raised:
         # Environments that manage rollouts may need a group to compare (Atropos), or more than a fixed answer.
         how = ", each tried alone with a fixed answer" if seen.own_loop else ""
         return Finding(
             "never_varies",
             "warning" if seen.own_loop else "critical",
-            f"Scoring raises on every one of {said}{how}: {cut(seen.scores[0].error)}",
+            f"Scoring raises on every one of {answers}{how}: {cut(seen.scores[0].error)}",
             threshold,
             "use test_inference to see if rollouts of the policy fail as well"
             if seen.own_loop
@@ -56,7 +56,7 @@ def never_varies(seen: Observed) -> Finding | None:
         return Finding(
             "never_varies",
             "warning",
-            f"{said} all get the reward {value:g}; they include answers guessed from a column, "
+            f"{answers} all get the reward {value:g}; they include answers guessed from a column, "
             "which the scorer may expect in another form.",
             threshold,
             "use test_inference to see if rewards vary, or name the column of right answers (`reference`)",
@@ -67,7 +67,7 @@ def never_varies(seen: Observed) -> Finding | None:
         return Finding(
             "never_varies",
             "critical",
-            f"{said}{among} all get the reward {value:g}: nothing can be learned from it.",
+            f"{answers}{among} all get the reward {value:g}: nothing can be learned from it.",
             threshold,
             seen.advice(
                 "fix score(): it must separate right from wrong answers, and references must have the form that the "
@@ -81,7 +81,7 @@ def never_varies(seen: Observed) -> Finding | None:
     return Finding(
         "never_varies",
         "warning" if seen.max_turns == 1 else "note",
-        f"{said} all get the reward {value:g}, and no right answer is known, so a higher reward may be impossible.",
+        f"{answers} all get the reward {value:g}, and no right answer is known, so a higher reward may be impossible.",
         threshold,
         seen.advice(
             "give tasks a reference, implement solve(), or use test_inference to see if rewards vary",
@@ -95,8 +95,8 @@ def reference_fails(seen: Observed) -> Finding | None:
     """The right answer does not get the highest reward."""
     best: dict[int, Scored] = {}
     for score in seen.of("reference", "solver"):
-        known = best.get(score.task)
-        if known is None or (score.success, score.reward) > (known.success, known.reward):
+        best_so_far = best.get(score.task)
+        if best_so_far is None or (score.success, score.reward) > (best_so_far.success, best_so_far.reward):
             best[score.task] = score
     if not best:
         return None
@@ -158,9 +158,9 @@ def junk_rewarded(seen: Observed) -> Finding | None:
         del by_kind["echo"]
     if not by_kind:
         return None
-    means = {kind: statistics.fmean(seen.share(one.reward) for one in scores) for kind, scores in by_kind.items()}
+    means = {kind: statistics.fmean(seen.share(score.reward) for score in scores) for kind, scores in by_kind.items()}
     wins = {
-        kind: sum(one.success or seen.share(one.reward) >= _FULL for one in scores) / len(scores)
+        kind: sum(score.success or seen.share(score.reward) >= _FULL for score in scores) / len(scores)
         for kind, scores in by_kind.items()
     }
     worst = max(means, key=lambda kind: (wins[kind], means[kind]))
@@ -186,29 +186,29 @@ def junk_rewarded(seen: Observed) -> Finding | None:
 
 def wrong_rewarded(seen: Observed) -> Finding | None:
     """Wrong answers count as right."""
-    told = []
+    successes = []
     observed: dict[str, float | int | str] = {}
     level: Level = "note"
-    for kind, named in (
+    for kind, answer in (
         ("other", "another task's right answer"),
         ("near_miss", "an answer with one wrong character"),
         ("several", "the right answer between two others"),
     ):
         scores = seen.of(kind)
-        wins = [one for one in scores if one.success or seen.share(one.reward) >= 1 - _TOLERANCE]
+        wins = [score for score in scores if score.success or seen.share(score.reward) >= 1 - _TOLERANCE]
         if not wins:
             continue
         share = len(wins) / len(scores)
-        told.append(f"{named} to {len(wins)} of {len(scores)} tasks")
+        successes.append(f"{answer} to {len(wins)} of {len(scores)} tasks")
         observed[kind] = round(share, 3)
         if share >= 0.5:
             level = "critical" if kind == "other" or level == "critical" else "warning"
-    if not told:
+    if not successes:
         return None
     return Finding(
         "wrong_rewarded",
         level,
-        f"Wrong answers count as right: {', and '.join(told)}.",
+        f"Wrong answers count as right: {', and '.join(successes)}.",
         "another task's answer, one with a changed digit or letter, and a list of answers do not succeed (above half "
         "of the tasks)",
         seen.advice(
@@ -222,24 +222,27 @@ def wrong_rewarded(seen: Observed) -> Finding | None:
 
 def lenient(seen: Observed) -> Finding | None:
     """A prefix of the right answer, or the right answer with a suffix, succeeds."""
-    found: dict[str, float | int | str] = {}
+    shares: dict[str, float | int | str] = {}
     for kind in ("first_word", "appended"):
         scores = seen.of(kind)
         if scores:
-            share = sum(one.success or seen.share(one.reward) >= 1 - _TOLERANCE for one in scores) / len(scores)
+            share = sum(score.success or seen.share(score.reward) >= 1 - _TOLERANCE for score in scores) / len(scores)
             if share >= 0.5:
-                found[kind] = round(share, 3)
-    if not found:
+                shares[kind] = round(share, 3)
+    if not shares:
         return None
-    said = {"first_word": "the first word of the right answer", "appended": "the right answer followed by 'zzz'"}
+    descriptions = {
+        "first_word": "the first word of the right answer",
+        "appended": "the right answer followed by 'zzz'",
+    }
     return Finding(
         "lenient",
-        "warning" if "first_word" in found else "note",
-        f"The scorer takes {' and '.join(said[kind] for kind in found)} for right.",
+        "warning" if "first_word" in shares else "note",
+        f"The scorer takes {' and '.join(descriptions[kind] for kind in shares)} for right.",
         "the first word alone does not succeed; text after the answer may",
         "fine if answers are extracted from text; otherwise "
         + seen.advice("compare the whole answer", "set stricter knobs, or tell its author"),
-        found,
+        shares,
     )
 
 
@@ -256,7 +259,9 @@ def scoring_raises(seen: Observed) -> Finding | None:
             {"answers": len(scored)},
         )
     errors = [
-        score for score in seen.scores if score.error and not _of_range(score.error) and score.kind != "reference"
+        score
+        for score in seen.scores
+        if score.error and not _is_out_of_range(score.error) and score.kind != "reference"
     ]
     if not errors or all(score.error for score in seen.scores):
         return None
@@ -277,7 +282,7 @@ def scoring_raises(seen: Observed) -> Finding | None:
 
 def bad_score(seen: Observed) -> Finding | None:
     """score() returns something other than a number within the declared range."""
-    errors = [score for score in seen.scores if score.error and _of_range(score.error)]
+    errors = [score for score in seen.scores if score.error and _is_out_of_range(score.error)]
     if not errors:
         return None
     kinds = Counter(score.kind for score in errors)
@@ -298,37 +303,41 @@ def bad_score(seen: Observed) -> Finding | None:
 
 def score_changes(seen: Observed) -> Finding | None:
     """The same answer gets different rewards when scored twice."""
-    twice = [score for score in seen.scores if score.again is not None]
-    other = [score for score in twice if score.again is not None and abs(score.again - score.reward) > _TOLERANCE]
-    if not other:
+    scored_twice = [score for score in seen.scores if score.again is not None]
+    changed = [
+        score for score in scored_twice if score.again is not None and abs(score.again - score.reward) > _TOLERANCE
+    ]
+    if not changed:
         return None
-    largest = max(abs(seen.share(score.reward) - seen.share(score.again or 0.0)) for score in other)
+    largest = max(abs(seen.share(score.reward) - seen.share(score.again or 0.0)) for score in changed)
     return Finding(
         "score_changes",
-        "critical" if len(other) >= 0.5 * len(twice) and largest >= 0.5 else "warning",
-        f"{len(other)} of {len(twice)} answers got another reward when scored again, up to {largest:.0%} of "
+        "critical" if len(changed) >= 0.5 * len(scored_twice) and largest >= 0.5 else "warning",
+        f"{len(changed)} of {len(scored_twice)} answers got another reward when scored again, up to {largest:.0%} of "
         "the highest apart.",
         "the same answer to the same task gets the same reward",
         seen.advice(
             "avoid randomness in score(), or use self.random, which is seeded by the task",
             "set a seed or a steadier grader if it has one (knobs, environment.model_roles), or tell its author",
         ),
-        {"changed": len(other), "twice": len(twice), "largest_share": round(largest, 3)},
+        {"changed": len(changed), "twice": len(scored_twice), "largest_share": round(largest, 3)},
     )
 
 
 def _is_chance(seen: Observed, scores: list[Scored]) -> bool:
     """Return True if the most frequent right answer, given to every task, would win as often as these answers did."""
     train = seen.splits.get("train")
-    known = Counter(task.reference for task in train.tasks if task.reference is not None) if train else Counter[str]()
-    won = sum(one.success or seen.share(one.reward) >= _FULL for one in scores)
-    if not won or known.total() < _ENOUGH:
+    references = (
+        Counter(task.reference for task in train.tasks if task.reference is not None) if train else Counter[str]()
+    )
+    won = sum(score.success or seen.share(score.reward) >= _FULL for score in scores)
+    if not won or references.total() < _ENOUGH:
         return False
-    share, tries = max(known.values()) / known.total(), len(scores)
+    share, tries = max(references.values()) / references.total(), len(scores)
     return sum(math.comb(tries, n) * share**n * (1 - share) ** (tries - n) for n in range(won, tries + 1)) >= _CHANCE
 
 
-def _of_range(error: str) -> bool:
+def _is_out_of_range(error: str) -> bool:
     """Return True if an outcome's error says that score() gave no number within its range
     (toprope.sdk.authoring.environment)."""
     return error.startswith("EnvironmentMistake") and "score() " in error

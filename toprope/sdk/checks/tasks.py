@@ -52,14 +52,14 @@ def few_tasks(seen: Observed) -> Finding | None:
             few.append(f"{name} {split.known}")
     if not few:
         return None
-    told = f"There are few distinct tasks: {', '.join(few)}."
+    sentence = f"There are few distinct tasks: {', '.join(few)}."
     if (train := seen.splits.get("train")) is not None and train.shared:
         tasks = "is 1 distinct task" if train.known == 1 else f"are {train.known} distinct tasks"
-        told = f"There {tasks}, too few to hold any out: the same serve for training and evaluation."
+        sentence = f"There {tasks}, too few to hold any out: the same serve for training and evaluation."
     return Finding(
         "few_tasks",
         "warning",
-        told,
+        sentence,
         f"at least {_FEW_TRAIN} for training, {_FEW_MEASURED} for validation and as many held out",
         seen.advice("widen the settings, or add tasks", "set wider knobs, or mix in others (environment.mixture)")
         + ": a policy memorises a few",
@@ -71,26 +71,26 @@ def splits_leak(seen: Observed) -> Finding | None:
     """Held-out or validation tasks also occur in training."""
     observed: dict[str, float | int | str] = {}
     worst = 0.0
-    own = sum(split.leaked for split in seen.splits.values())
-    for one, other in (("heldout", "train"), ("validation", "train"), ("heldout", "validation")):
-        unseen, known = seen.splits.get(one), seen.splits.get(other)
-        if unseen is None or known is None or not unseen.tasks or not known.tasks or unseen.shared:
+    leaked = sum(split.leaked for split in seen.splits.values())
+    for split, other_split in (("heldout", "train"), ("validation", "train"), ("heldout", "validation")):
+        unseen, compared = seen.splits.get(split), seen.splits.get(other_split)
+        if unseen is None or compared is None or not unseen.tasks or not compared.tasks or unseen.shared:
             continue
-        found = overlap(_pairs(unseen), _pairs(known))
-        if found.copies or found.near:
-            observed[f"{one}_in_{other}"] = found.copies + found.near
-            worst = max(worst, (found.copies + found.near) / found.tasks)
-    if own:
-        observed["left_out"] = own
+        overlapping = overlap(_pairs(unseen), _pairs(compared))
+        if overlapping.copies or overlapping.near:
+            observed[f"{split}_in_{other_split}"] = overlapping.copies + overlapping.near
+            worst = max(worst, (overlapping.copies + overlapping.near) / overlapping.tasks)
+    if leaked:
+        observed["left_out"] = leaked
     if not observed:
         return None
-    told = [f"{value} of {name.replace('_in_', ' in ')}" for name, value in observed.items() if "_in_" in name]
-    if own:
-        told.append(f"{own} tasks that the environment itself gives to two splits (they are left out of one)")
+    shares = [f"{value} of {name.replace('_in_', ' in ')}" for name, value in observed.items() if "_in_" in name]
+    if leaked:
+        shares.append(f"{leaked} tasks that the environment itself gives to two splits (they are left out of one)")
     return Finding(
         "splits_leak",
         "critical" if worst >= 0.1 else "warning",
-        f"Splits share content: {'; '.join(told)}.",
+        f"Splits share content: {'; '.join(shares)}.",
         "no task is in two splits, regardless of case, spacing, spelling, or a number in front",
         seen.advice(
             "make splits disjoint by content, or give copies of a task the same key",
@@ -133,17 +133,17 @@ def answer_given(seen: Observed) -> Finding | None:
     ]
     if len(pairs) < 8:
         return None
-    given = sum(reference in prompt for prompt, reference in pairs) / len(pairs)
-    if given < 0.9:
+    share = sum(reference in prompt for prompt, reference in pairs) / len(pairs)
+    if share < 0.9:
         return None
     return Finding(
         "answer_given",
         "note",
-        f"The right answer occurs word for word in {given:.0%} of the prompts.",
+        f"The right answer occurs word for word in {share:.0%} of the prompts.",
         "a prompt does not contain its answer",
         "fine if the task is to choose or to find; otherwise "
         + seen.advice("remove the answer from the prompt", "set other knobs, or tell its author"),
-        {"share": round(given, 3)},
+        {"share": round(share, 3)},
     )
 
 
@@ -154,22 +154,22 @@ def not_repeatable(seen: Observed) -> Finding | None:
         return None
     same_seed = [again for again in seen.again if again.hash_seed == "0"]
     by_hash = bool(same_seed) and not any(again in wrong for again in same_seed)
-    first = wrong[0]
-    what = []
-    if first.other_tasks:
-        what.append(f"{first.other_tasks} of {first.tasks} tasks")
-    if first.other_scores:
-        what.append(f"{first.other_scores} of {first.scores} scores")
+    difference = wrong[0]
+    differing = []
+    if difference.other_tasks:
+        differing.append(f"{difference.other_tasks} of {difference.tasks} tasks")
+    if difference.other_scores:
+        differing.append(f"{difference.other_scores} of {difference.scores} scores")
     observed: dict[str, float | int | str] = {
-        "other_tasks": first.other_tasks,
-        "other_scores": first.other_scores,
-        "hash_seed": first.hash_seed,
+        "other_tasks": difference.other_tasks,
+        "other_scores": difference.other_scores,
+        "hash_seed": difference.hash_seed,
     }
     if by_hash:
         return Finding(
             "hash_seed",
             "warning",
-            f"{' and '.join(what)} differ under another PYTHONHASHSEED. {first.first}".strip(),
+            f"{' and '.join(differing)} differ under another PYTHONHASHSEED. {difference.first}".strip(),
             "tasks and scores are equal in every process, for any PYTHONHASHSEED",
             seen.advice("sort sets if their order matters", "nothing is to be done")
             + "; workers run with PYTHONHASHSEED=0, so runs here agree",
@@ -178,7 +178,7 @@ def not_repeatable(seen: Observed) -> Finding | None:
     return Finding(
         "not_repeatable",
         "critical",
-        f"{' and '.join(what)} differ in another process. {first.first}".strip(),
+        f"{' and '.join(differing)} differ in another process. {difference.first}".strip(),
         "tasks and scores are equal in every process",
         seen.advice(
             "use self.random or a generator with a fixed seed; avoid time, ids and global random",

@@ -56,17 +56,17 @@ def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, 
     """
     unseen_words = [words_of(prompt) for prompt, _ in unseen]
     seen_words = [words_of(prompt) for prompt, _ in seen]
-    known = {tuple(words) for words in seen_words}
-    copies = [tuple(words) in known for words in unseen_words]
-    own, others = _middles(unseen_words), _middles(seen_words)
+    word_tuples = {tuple(words) for words in seen_words}
+    copies = [tuple(words) in word_tuples for words in unseen_words]
+    unseen_middles, seen_middles = _middles(unseen_words), _middles(seen_words)
     same = {
         (_plain(reference), tuple(words))
-        for (_, reference), words in zip(seen, others, strict=True)
+        for (_, reference), words in zip(seen, seen_middles, strict=True)
         if reference is not None and words
     }
     near = sum(
         not copy and reference is not None and (_plain(reference), tuple(words)) in same
-        for (_, reference), words, copy in zip(unseen, own, copies, strict=True)
+        for (_, reference), words, copy in zip(unseen, unseen_middles, copies, strict=True)
     )
     return Overlap(len(unseen), sum(copies), near)
 
@@ -75,16 +75,18 @@ def _middles(tasks: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     """Return each task's words without the beginning and end that nearly all tasks share."""
     if len(tasks) < _FEW:
         return list(tasks)
-    start, end = _shared(tasks), _shared([list(reversed(words)) for words in tasks])
-    found: list[Sequence[str]] = []
+    start, end = _shared_start(tasks), _shared_start([list(reversed(words)) for words in tasks])
+    middles: list[Sequence[str]] = []
     for words in tasks:
-        first = len(start) if list(words[: len(start)]) == start else 0
-        last = len(end) if end and list(reversed(words[-len(end) :])) == end else 0
-        found.append(words[first : len(words) - last] if first + last < len(words) else words)
-    return found
+        skipped_start = len(start) if list(words[: len(start)]) == start else 0
+        skipped_end = len(end) if end and list(reversed(words[-len(end) :])) == end else 0
+        middles.append(
+            words[skipped_start : len(words) - skipped_end] if skipped_start + skipped_end < len(words) else words
+        )
+    return middles
 
 
-def _shared(tasks: Sequence[Sequence[str]]) -> list[str]:
+def _shared_start(tasks: Sequence[Sequence[str]]) -> list[str]:
     """Return the longest beginning that nearly all share."""
     shared: list[str] = []
     going = list(tasks)

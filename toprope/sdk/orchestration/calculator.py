@@ -50,9 +50,9 @@ def calculate(text: str) -> int | float:
     if len(text) > _LONGEST:
         raise InvalidRequest(f"An expression may have {_LONGEST} characters; this one has {len(text)}.")
     source = text.strip().rstrip("=?").strip()
-    for shown, meant in (("×", "*"), ("·", "*"), ("÷", "/"), ("−", "-"), ("^", "**"), (",", "")):
-        if shown != "," or "(" not in source:
-            source = source.replace(shown, meant)
+    for sign, operator_text in (("×", "*"), ("·", "*"), ("÷", "/"), ("−", "-"), ("^", "**"), (",", "")):
+        if sign != "," or "(" not in source:
+            source = source.replace(sign, operator_text)
     try:
         tree = ast.parse(source, mode="eval")
         value = _value(tree.body)
@@ -84,10 +84,10 @@ def _value(node: ast.AST) -> Any:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _bounded(_OPERATORS[type(op)](_value(left), _value(right)))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            return _bounded(_FUNCTIONS[name](*(_value(one) for one in arguments)))
+            return _bounded(_FUNCTIONS[name](*(_value(argument) for argument in arguments)))
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
-            known = ", ".join(sorted({*_FUNCTIONS, *_NAMES}))
-            raise InvalidRequest(f"Unknown name {name[:40]!r}; known: {known}.")
+            known_names = ", ".join(sorted({*_FUNCTIONS, *_NAMES}))
+            raise InvalidRequest(f"Unknown name {name[:40]!r}; known: {known_names}.")
     raise InvalidRequest(f"{type(node).__name__} is not arithmetic.")
 
 

@@ -86,8 +86,8 @@ def build_system_prompt(
 
 def _signature(tool: Any) -> dict[str, Any]:
     if isinstance(tool, str):
-        known = {"web_search": WEB_SEARCH} | {name: make().description for name, make in BUILT_IN.items()}
-        described = {"description": known[tool]} if tool in known else {}
+        descriptions = {"web_search": WEB_SEARCH} | {name: make().description for name, make in BUILT_IN.items()}
+        described = {"description": descriptions[tool]} if tool in descriptions else {}
         return {"name": tool, **described, "parameters": ONE_INPUT}
     return {"name": tool.name, "description": tool.description, "parameters": tool.parameters or ONE_INPUT}
 
@@ -110,22 +110,22 @@ def parse_action(text: str, mode: Mode = "structured", tools: Sequence[Any] | Se
 def _parse_structured(text: str, without_input: Sequence[str]) -> Action:
     places = list(_FIELD.finditer(THINKING.sub("", text)))
     plain = THINKING.sub("", text)
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for place, following in zip(places, [*places[1:], None], strict=False):
         name = place[1].upper().replace(" ", "_")
         end = following.start() if following else len(plain)
-        if name in found:
+        if name in fields:
             break  # the policy went on to invent a second turn
-        found[name] = plain[place.end() : end].strip()
+        fields[name] = plain[place.end() : end].strip()
         if name == "FINAL_ANSWER":
             break
-    thought = found.get("THOUGHT", "")
-    if tool := found.get("TOOL", "").strip("`*\"' "):
-        problem = "" if "INPUT" in found or tool in without_input else "the line `INPUT: ...` is missing"
-        return Action(thought, tool, found.get("INPUT", ""), raw_text=text, problem=problem)
-    if found.get("FINAL_ANSWER"):
-        return Action(thought, "", found["FINAL_ANSWER"], True, text)
-    missing = "`FINAL_ANSWER:` is empty" if "FINAL_ANSWER" in found else "neither `TOOL:` nor `FINAL_ANSWER:` is in it"
+    thought = fields.get("THOUGHT", "")
+    if tool := fields.get("TOOL", "").strip("`*\"' "):
+        problem = "" if "INPUT" in fields or tool in without_input else "the line `INPUT: ...` is missing"
+        return Action(thought, tool, fields.get("INPUT", ""), raw_text=text, problem=problem)
+    if fields.get("FINAL_ANSWER"):
+        return Action(thought, "", fields["FINAL_ANSWER"], True, text)
+    missing = "`FINAL_ANSWER:` is empty" if "FINAL_ANSWER" in fields else "neither `TOOL:` nor `FINAL_ANSWER:` is in it"
     return Action(thought, raw_text=text, problem=missing)
 
 
@@ -145,10 +145,10 @@ def _parse_native(text: str) -> Action:
     except (ValueError, KeyError, TypeError, AttributeError):
         return Action(thought, raw_text=text, problem='within <tool_call> is no {"name": ..., "arguments": {...}}')
     if isinstance(arguments, Mapping) and set(arguments) == {"input"} and isinstance(arguments["input"], str):
-        given = arguments["input"]
+        tool_input = arguments["input"]
     else:
-        given = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Action(thought, str(name), given, raw_text=text)
+        tool_input = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return Action(thought, str(name), tool_input, raw_text=text)
 
 
 def render_observation(content: str, mode: Mode = "structured") -> dict[str, str]:

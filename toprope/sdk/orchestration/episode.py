@@ -138,10 +138,14 @@ class Episode:
             KeyError, TypeError: `value` is not an episode.
         """
         steps = [
-            Step(one["turn"], _known(Action, one["action"]), _known(Observation, one["observation"]))
-            for one in value["steps"]
+            Step(
+                step["turn"],
+                _from_known_fields(Action, step["action"]),
+                _from_known_fields(Observation, step["observation"]),
+            )
+            for step in value["steps"]
         ]
-        episode: Episode = _known(cls, value)
+        episode: Episode = _from_known_fields(cls, value)
         episode.steps = steps
         return episode
 
@@ -169,6 +173,6 @@ class State:
         )
 
 
-def _known(kind: Any, value: dict[str, Any]) -> Any:
-    names = {one.name for one in fields(kind)}
-    return kind(**{name: one for name, one in value.items() if name in names})
+def _from_known_fields(kind: Any, value: dict[str, Any]) -> Any:
+    names = {declared_field.name for declared_field in fields(kind)}
+    return kind(**{name: item for name, item in value.items() if name in names})

@@ -52,8 +52,8 @@ class McpServer:
         self._thread.start()
         if not self._up.wait(_START_S) or self._client is None:
             self.close()
-            what = url or command[0]
-            raise InvalidRequest(f"The MCP server {what} did not come up: {self._error or f'within {_START_S:g} s'}.")
+            server = url or command[0]
+            raise InvalidRequest(f"The MCP server {server} did not come up: {self._error or f'within {_START_S:g} s'}.")
 
     @property
     def alive(self) -> bool:

@@ -78,9 +78,9 @@ class AdaptiveWeights:
         share = min(max(step / self.total_steps, 0.0), 1.0) if self.total_steps > 0 else 1.0
         return Weights(
             **{
-                one.name: getattr(self.start, one.name)
-                + share * (getattr(self.end, one.name) - getattr(self.start, one.name))
-                for one in fields(Weights)
+                weight.name: getattr(self.start, weight.name)
+                + share * (getattr(self.end, weight.name) - getattr(self.start, weight.name))
+                for weight in fields(Weights)
             }
         )
 
@@ -98,7 +98,7 @@ def parts_of(episode: Episode, scales: Scales = Scales()) -> dict[str, float]:  
 
 def declared(weights: Weights) -> dict[str, Part]:
     """The parts in the form that an environment declares."""
-    said = {
+    ranges = {
         "accuracy": (1.0, "1 for a right final answer"),
         "cost": (_MOST, "money spent on tools, in units of 0.1 USD"),
         "energy": (_MOST, "energy used by tools, in units of 100 J"),
@@ -106,7 +106,7 @@ def declared(weights: Weights) -> dict[str, Part]:
         "power": (_MOST, "highest power drawn by a tool, in units of 200 W"),
     }
     return {
-        name: Part(weight=weight, low=0.0, high=said[name][0], description=said[name][1])
+        name: Part(weight=weight, low=0.0, high=ranges[name][0], description=ranges[name][1])
         for name, weight in weights.by_part().items()
     }
 

@@ -52,14 +52,14 @@ class Corpus:
             InvalidRequest: It holds no corpus, or more than 200 MiB.
         """
         path = path.expanduser()
-        files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-        files = [one for one in files if one.suffix.lower() in _TEXTS | {".jsonl"}]
-        files = [one for one in files if not any(part.startswith(".") for part in one.relative_to(path).parts)]
-        if not files or not all(one.is_file() for one in files):
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        files = [file for file in files if file.suffix.lower() in _TEXTS | {".jsonl"}]
+        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        if not files or not all(file.is_file() for file in files):
             raise InvalidRequest(f"{path} holds no corpus: a .jsonl, .txt, .md or .rst file, or a folder of them.")
-        if sum(one.stat().st_size for one in files) > _MOST_BYTES:
+        if sum(file.stat().st_size for file in files) > _MOST_BYTES:
             raise InvalidRequest(f"{path} is larger than {_MOST_BYTES >> 20} MiB, the most that is searched in memory.")
-        return cls(passage for one in files for passage in _passages(one))
+        return cls(passage for file in files for passage in _passages(file))
 
     def search(self, query: str, most: int = 5) -> list[tuple[str, str]]:
         """Title and text of the passages that hold any word of the query, the best first."""
@@ -128,8 +128,8 @@ def provider(name: str, url: str = "") -> Callable[[str, int], list[tuple[str, s
 
     def search(query: str, most: int) -> list[tuple[str, str]]:
         if name == "brave":
-            asked = urllib.parse.urlencode({"q": query[:400], "count": most})
-            answer = _fetch(urllib.request.Request(f"{address}?{asked}", headers={"X-Subscription-Token": key}))
+            parameters = urllib.parse.urlencode({"q": query[:400], "count": most})
+            answer = _fetch(urllib.request.Request(f"{address}?{parameters}", headers={"X-Subscription-Token": key}))
             rows = (answer.get("web") or {}).get("results") or []
             return [(str(row.get("title", "")), str(row.get("description", ""))) for row in rows[:most]]
         body = json.dumps({"query": query[:400], "max_results": most}).encode()

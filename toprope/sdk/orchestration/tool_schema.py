@@ -41,21 +41,23 @@ class Signature(typing.NamedTuple):
         Raises:
             InvalidRequest: A name is unknown or missing, or a value has another type.
         """
-        known: dict[str, Any] = self.parameters["properties"]
+        properties: dict[str, Any] = self.parameters["properties"]
         if not isinstance(arguments, Mapping):
-            raise InvalidRequest(f"arguments must be a JSON object with {', '.join(known) or 'no names'}.")
+            raise InvalidRequest(f"arguments must be a JSON object with {', '.join(properties) or 'no names'}.")
         for name in arguments:
-            if name not in known and not self.takes_any:
-                raise InvalidRequest(f"{self.name} has no argument {name!r}. {nearest(str(name), known, 'Arguments')}")
+            if name not in properties and not self.takes_any:
+                raise InvalidRequest(
+                    f"{self.name} has no argument {name!r}. {nearest(str(name), properties, 'Arguments')}"
+                )
         if missing := [name for name in self.parameters.get("required", ()) if name not in arguments]:
             raise InvalidRequest(f"{self.name} needs the argument {missing[0]!r}.")
-        return {name: _fitting(self.name, name, value, known.get(name, {})) for name, value in arguments.items()}
+        return {name: _convert(self.name, name, value, properties.get(name, {})) for name, value in arguments.items()}
 
 
 def signature_of(function: Callable[..., Any], name: str = "") -> Signature:
     """The signature of a function or a bound method."""
     text = inspect.getdoc(function) or ""
-    described = _arguments(text)
+    descriptions = _arguments(text)
     hints = _hints(function)
     properties: dict[str, Any] = {}
     required, takes_any = [], False
@@ -65,8 +67,8 @@ def signature_of(function: Callable[..., Any], name: str = "") -> Signature:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         properties[parameter.name] = _schema(hints.get(parameter.name, Any))
-        if told := described.get(parameter.name):
-            properties[parameter.name]["description"] = told
+        if description := descriptions.get(parameter.name):
+            properties[parameter.name]["description"] = description
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     schema: dict[str, Any] = {"type": "object", "properties": properties}
@@ -85,7 +87,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _arguments(text: str) -> dict[str, str]:
     """Descriptions of arguments in a docstring, by name."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     inside, indent, name = False, None, ""
     for line in text.splitlines():
         section = _SECTION.match(line)
@@ -98,10 +100,10 @@ def _arguments(text: str) -> dict[str, str]:
         match = _ARGUMENT.match(line)
         if match and (indent is None or len(match[1]) <= indent):
             indent, name = len(match[1]), match[2]
-            found[name] = match[3].strip()
+            descriptions[name] = match[3].strip()
         elif name:
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return descriptions
 
 
 def _schema(hint: Any) -> dict[str, Any]:
@@ -117,15 +119,15 @@ def _schema(hint: Any) -> dict[str, Any]:
         values = [member.value for member in hint]
         return {"enum": values} | _same_type(values)
     if origin in (typing.Union, types.UnionType):
-        kinds = [_schema(one) for one in inner if one is not type(None)]
-        found = dict(kinds[0]) if len(kinds) == 1 else {"anyOf": kinds}
-        return found | ({"nullable": True} if type(None) in inner else {})
+        kinds = [_schema(member_hint) for member_hint in inner if member_hint is not type(None)]
+        schema = dict(kinds[0]) if len(kinds) == 1 else {"anyOf": kinds}
+        return schema | ({"nullable": True} if type(None) in inner else {})
     if origin in (list, set, frozenset, tuple) or origin is not None and issubclass(origin, typing.Sequence):
-        found = {"type": "array"}
-        several = [one for one in inner if one is not Ellipsis]
-        if several and (origin is not tuple or len(inner) == 2 and inner[1] is Ellipsis):
-            return found | {"items": _schema(several[0])}
-        return found | ({"prefixItems": [_schema(one) for one in several]} if several else {})
+        schema = {"type": "array"}
+        item_hints = [item_hint for item_hint in inner if item_hint is not Ellipsis]
+        if item_hints and (origin is not tuple or len(inner) == 2 and inner[1] is Ellipsis):
+            return schema | {"items": _schema(item_hints[0])}
+        return schema | ({"prefixItems": [_schema(item_hint) for item_hint in item_hints]} if item_hints else {})
     if origin is dict or origin is not None and issubclass(origin, typing.Mapping):
         return {"type": "object"} | ({"additionalProperties": _schema(inner[1])} if len(inner) == 2 else {})
     return {}
@@ -136,7 +138,7 @@ def _same_type(values: typing.Iterable[Any]) -> dict[str, Any]:
     return {"type": kinds.pop()} if len(kinds) == 1 and None not in kinds else {}
 
 
-def _fitting(function: str, name: str, value: Any, schema: Mapping[str, Any]) -> Any:
+def _convert(function: str, name: str, value: Any, schema: Mapping[str, Any]) -> Any:
     """The value in the schema's type; converts numbers written as strings, which small models often do."""
     kind = schema.get("type")
     if (value is None and schema.get("nullable")) or not isinstance(kind, str):

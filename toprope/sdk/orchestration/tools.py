@@ -103,7 +103,7 @@ class Toolbox:
         self._meter.start()
         failed = False
         try:
-            content = self._within(tool, given)
+            content = self._call_within_limit(tool, given)
         except Exception as error:
             content, failed = f"Error: {str(error) or type(error).__name__}", True
         used = self._meter.stop()
@@ -129,26 +129,26 @@ class Toolbox:
             failed=failed,
         )
 
-    def _within(self, tool: Tool, given: str) -> str:
+    def _call_within_limit(self, tool: Tool, arguments: str) -> str:
         if tool.timeout_s <= 0:
-            return str(tool.call(given))
-        done: list[str | BaseException] = []
+            return str(tool.call(arguments))
+        results: list[str | BaseException] = []
 
         def work() -> None:
             try:
-                done.append(str(tool.call(given)))
+                results.append(str(tool.call(arguments)))
             except BaseException as error:  # a tool may call sys.exit as well
-                done.append(error)
+                results.append(error)
 
         # One thread per call: a call that hangs is abandoned and blocks no other.
         thread = threading.Thread(target=work, daemon=True, name=f"tool {tool.name}")
         thread.start()
         thread.join(tool.timeout_s)
-        if not done:
+        if not results:
             raise InvalidRequest(f"{tool.name} did not answer within {tool.timeout_s:g} s.")
-        if isinstance(done[0], BaseException):
-            raise RuntimeError(f"{tool.name} ended itself") if isinstance(done[0], SystemExit) else done[0]
-        return done[0]
+        if isinstance(results[0], BaseException):
+            raise RuntimeError(f"{tool.name} ended itself") if isinstance(results[0], SystemExit) else results[0]
+        return results[0]
 
     def close(self) -> None:
         """Close every tool that has something to close."""
@@ -179,12 +179,12 @@ def code_interpreter(seconds: float = 5.0, memory_mb: int = 512) -> Tool:
 
     def run(text: str) -> str:
         program = re.sub(r"^\s*```(?:python|py)?\s*\n(.*?)\n?\s*```\s*$", r"\1", text, flags=re.DOTALL)
-        ran = run_python(program, seconds=seconds, memory_mb=memory_mb)
-        output = ran.output.strip()
-        if ran.why:
-            raise InvalidRequest(f"The program was ended: {ran.why}." + (f" Output: {output}" if output else ""))
-        if not ran.ok:
-            raise InvalidRequest(output or f"The program ended with code {ran.code}.")
+        outcome = run_python(program, seconds=seconds, memory_mb=memory_mb)
+        output = outcome.output.strip()
+        if outcome.why:
+            raise InvalidRequest(f"The program was ended: {outcome.why}." + (f" Output: {output}" if output else ""))
+        if not outcome.ok:
+            raise InvalidRequest(output or f"The program ended with code {outcome.code}.")
         return output or "The program printed nothing."
 
     return Tool(
@@ -229,18 +229,18 @@ def function(call: Callable[..., Any], name: str = "", price: Price | None = Non
     properties = signature.parameters["properties"]
     lone = len(properties) == 1 and next(iter(properties.values())).get("type", "string") == "string"
 
-    def run(given: str) -> str:
+    def run(tool_input: str) -> str:
         if lone:
-            return _told(call(given))
+            return _text_of(call(tool_input))
         if not properties and not signature.takes_any:
-            return _told(call())
+            return _text_of(call())
         try:
-            arguments = json.loads(given or "{}")
+            arguments = json.loads(tool_input or "{}")
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"The input must be a JSON object with {', '.join(properties) or 'named values'}.")
-        return _told(call(**signature.check(arguments)))
+        return _text_of(call(**signature.check(arguments)))
 
     return Tool(
         signature.name,
@@ -252,5 +252,5 @@ def function(call: Callable[..., Any], name: str = "", price: Price | None = Non
     )
 
 
-def _told(value: Any) -> str:
+def _text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

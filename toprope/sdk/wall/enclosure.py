@@ -62,13 +62,13 @@ class Enclosure:
         """
         python = _absolute(command[0], variables)
         folder, home = _folders(wall)
-        scratch, made = folder.path if folder else "", None
+        scratch, enclosure = folder.path if folder else "", None
         try:
             plan = plan_for(wall, python, variables, writes=[place for place in (scratch, home, cwd) if place])
             plan.scratch = scratch
             plan.descriptors, plan.disk_mb, plan.tasks = DESCRIPTORS, _LARGEST_FILE_MB, most_tasks()
             level, lacks = level_here()
-            made = cls(
+            enclosure = cls(
                 command=[],
                 variables=variables_behind(variables, plan, scratch, home),
                 cwd=cwd or (os.getcwd() if wall.trusted else scratch or "/"),
@@ -78,14 +78,14 @@ class Enclosure:
                 lacks="" if wall.trusted else lacks,
                 folder=folder,
             )
-            made._fill(plan, wall, [python, *command[1:]])
+            enclosure._fill(plan, wall, [python, *command[1:]])
         except BaseException:
-            if made is not None:
-                made.remove()
+            if enclosure is not None:
+                enclosure.remove()
             elif folder is not None:
                 folder.remove()
             raise
-        return made
+        return enclosure
 
     def _fill(self, plan: Plan, wall: Wall, command: Sequence[str]) -> None:
         self.group = ProcessGroup.make(most_tasks(), wall.memory_mb)
@@ -131,7 +131,7 @@ def _folders(wall: Wall) -> tuple[Scratch | None, str]:
 
 
 def _absolute(python: str, variables: Mapping[str, str]) -> str:
-    found = shutil.which(python, path=variables.get("PATH"))
-    if found is None:
+    program = shutil.which(python, path=variables.get("PATH"))
+    if program is None:
         raise WorkerDied(f"The worker cannot be started by {python}: there is no such program.")
-    return os.path.abspath(found) if python != sys.executable else python
+    return os.path.abspath(program) if python != sys.executable else python

@@ -105,8 +105,8 @@ def filter_lines(
         users = [kernel.argument(0), *_one_of((_OF_USER[name],), refuse)] if name in _OF_USER else []
         lines += kernel.when(name, [*users, kernel.argument(place), (kernel.EQUAL, 1, 0, 0), refuse, allow])
     # Libraries place processes and threads on processors by number; for others than the first, nothing is done.
-    own = [kernel.argument(0), *_one_of((0, os.getpid()), allow)]
-    lines += kernel.when("sched_setaffinity", [*own, kernel.give(kernel.ERRNO)])
+    of_itself = [kernel.argument(0), *_one_of((0, os.getpid()), allow)]
+    lines += kernel.when("sched_setaffinity", [*of_itself, kernel.give(kernel.ERRNO)])
     refused = (_PUSH_INPUT, _CONSOLE, *(_SET_OWNER_BY_IOCTL if spared else ()))
     lines += kernel.when("ioctl", [kernel.argument(1), *_one_of(refused, refuse), allow])
     for name in () if attributes else _ATTRIBUTES:
@@ -120,7 +120,7 @@ def filter_lines(
             lines += kernel.when(name, [*flags, allow])
     if spared:
         lines += kernel.when("fcntl", [kernel.argument(1), *_one_of(_SET_OWNER, refuse), allow])
-        targets = [0xFFFFFFFF, *(pid & 0xFFFFFFFF for one in spared for pid in (one, -one))]
+        targets = [0xFFFFFFFF, *(pid & 0xFFFFFFFF for process in spared for pid in (process, -process))]
         for name in _SIGNALS:
             lines += kernel.when(name, [kernel.argument(0), *_one_of(targets, refuse), allow])
         lines += kernel.when("pidfd_send_signal", [refuse])
@@ -216,41 +216,45 @@ def close_mounts(writes: list[str], rules: Sequence[tuple[str, int]] = (), scrat
     folders = [place for place in writes if os.path.isdir(place) and place != kernel.SHARED_MEMORY]
     for place in folders:
         _mount(place, place, None, _BIND | _RECURSIVE)
-    own = []
+    own_folders = []
     if scratch:
         reached = [os.path.realpath(path) for path, _ in rules]
-        own = [one for one, name in _TEMPORARY.items() if _replaced(one, f"{scratch}/{name}", folders, reached)]
-    _read_only("/", True)
+        own_folders = [
+            folder
+            for folder, name in _TEMPORARY.items()
+            if _replace_folder(folder, f"{scratch}/{name}", folders, reached)
+        ]
+    _set_read_only("/", True)
     if os.path.isdir(kernel.SHARED_MEMORY):
         _mount("tmpfs", kernel.SHARED_MEMORY, "tmpfs", _NO_SUID | _NO_DEVICES, b"mode=1777,size=25%")
-    for place in own:
-        _read_only(place, False, below=0)
+    for place in own_folders:
+        _set_read_only(place, False, below=0)
     for place in folders:
-        _read_only(place, False)
+        _set_read_only(place, False)
     os.chdir(working)  # through the new mounts
-    return own
+    return own_folders
 
 
-def _replaced(place: str, own: str, folders: list[str], reached: list[str]) -> bool:
-    """Mount `own`, a new folder, in the place of a folder, with those of `folders` that lie in it.
+def _replace_folder(place: str, new_folder: str, folders: list[str], reached: list[str]) -> bool:
+    """Mount `new_folder`, in the place of a folder, with those of `folders` that lie in it.
 
     False if that fails, or if more there is within reach, such as code: Landlock would open hidden files beside it too.
     """
     if os.path.realpath(place) != place or any(kernel.is_within(place, path) for path in reached):
         return False
-    inside = {one for one in folders if kernel.is_within(one, place)}
-    there = [path for path in reached if kernel.is_within(path, place)]
-    if not all(any(kernel.is_within(path, one) for one in inside) for path in there):
+    inside = {folder for folder in folders if kernel.is_within(folder, place)}
+    reached_inside = [path for path in reached if kernel.is_within(path, place)]
+    if not all(any(kernel.is_within(path, folder) for folder in inside) for path in reached_inside):
         return False
     try:
-        os.mkdir(own)
-        os.chmod(own, 0o1777)
-        for one in inside:
-            if not any(kernel.is_within(one, other) for other in inside if other != one):
-                point = own + one.removeprefix(place)
+        os.mkdir(new_folder)
+        os.chmod(new_folder, 0o1777)
+        for folder in inside:
+            if not any(kernel.is_within(folder, outer) for outer in inside if outer != folder):
+                point = new_folder + folder.removeprefix(place)
                 os.makedirs(point)
-                _mount(one, point, None, _BIND | _RECURSIVE)
-        _mount(own, place, None, _BIND | _RECURSIVE)
+                _mount(folder, point, None, _BIND | _RECURSIVE)
+        _mount(new_folder, place, None, _BIND | _RECURSIVE)
     except OSError:
         return False
     return True
@@ -261,7 +265,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
     kernel.call("mount", *texts, ctypes.c_ulong(flags), data if data is None else ctypes.c_char_p(data))
 
 
-def _read_only(place: str, is_so: bool, below: int = _AT_RECURSIVE) -> None:
+def _set_read_only(place: str, is_so: bool, below: int = _AT_RECURSIVE) -> None:
     attributes = struct.pack("QQQQ", _READ_ONLY if is_so else 0, 0 if is_so else _READ_ONLY, 0, 0)
     path, size = ctypes.c_char_p(os.fsencode(place)), ctypes.c_size_t(len(attributes))
     kernel.call("mount_setattr", _AT_CURRENT, path, below, ctypes.c_char_p(attributes), size)
@@ -292,14 +296,14 @@ def own_network(listener_maker: int) -> None:
     os.close(listener_maker)
 
 
-def _make_listeners(asked: int) -> None:
+def _make_listeners(listener_maker: int) -> None:
     """Answer each port, two bytes, with a socket that listens on it in this network, until the caller has gone."""
     import socket
 
     kernel.hide_memory()
     for stream in (0, 1, 2):
         os.close(stream)
-    with socket.socket(fileno=asked) as caller:
+    with socket.socket(fileno=listener_maker) as caller:
         while len(data := caller.recv(2)) == 2:
             try:
                 with socket.create_server(("127.0.0.1", struct.unpack("!H", data)[0]), backlog=256) as server:
@@ -325,10 +329,10 @@ def build(plan: dict[str, Any]) -> None:
     rules = list(kernel.rules(plan)) if plan["landlock"] else []
     if plan["landlock"] and plan["mounts"]:
         try:
-            own = close_mounts(
+            own_folders = close_mounts(
                 plan["writes"], rules, plan.get("scratch", "")
             )  # callers from before an upgrade have none
-            rules += [(place, kernel.READ | kernel.CHANGE) for place in own]
+            rules += [(place, kernel.READ | kernel.CHANGE) for place in own_folders]
             closed = True
             limit_tasks(plan["tasks"])
         except (OSError, ValueError):

@@ -100,12 +100,12 @@ def _parents() -> Iterator[str]:
         return
     for root, kind, options in mounts:
         if kind == "cgroup2":
-            own = next((path for hierarchy, _, path in places if hierarchy == "0"), "/")
+            own_path = next((path for hierarchy, _, path in places if hierarchy == "0"), "/")
         elif kind == "cgroup" and "pids" in options.split(","):
-            own = next((path for _, names, path in places if "pids" in names.split(",")), "/")
+            own_path = next((path for _, names, path in places if "pids" in names.split(",")), "/")
         else:
             continue
-        place = root + own.rstrip("/")
+        place = root + own_path.rstrip("/")
         if os.access(place, os.W_OK) and (kind == "cgroup" or _counts(place)):
             yield place
 

@@ -103,19 +103,19 @@ def call(name: str, *arguments: object) -> int:
     Raises:
         OSError: The kernel refused it.
     """
-    done: int = libc().syscall(number(name), *arguments)
-    if done < 0:
+    result: int = libc().syscall(number(name), *arguments)
+    if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
-    return done
+    return result
 
 
 def landlock_abi() -> int:
     """The version of Landlock in this kernel; 0 without it."""
     if why_unsupported():
         return 0
-    found: int = libc().syscall(number("landlock_create_ruleset"), None, ctypes.c_size_t(0), 1)
-    return max(0, found)
+    version: int = libc().syscall(number("landlock_create_ruleset"), None, ctypes.c_size_t(0), 1)
+    return max(0, version)
 
 
 def forbid_new_privileges() -> None:
@@ -133,9 +133,9 @@ def hide_memory() -> None:
 def drop_capabilities() -> None:
     """Give up every privilege of root except to use files of any owner. Harmless for other users."""
     library = libc()
-    for one in range(64):
-        if not _KEPT_CAPABILITIES >> one & 1:
-            library.prctl(_DROP_BOUND, one, 0, 0, 0)
+    for capability in range(64):
+        if not _KEPT_CAPABILITIES >> capability & 1:
+            library.prctl(_DROP_BOUND, capability, 0, 0, 0)
     if os.geteuid() == 0:
         header = struct.pack("Ii", 0x20080522, 0)
         data = struct.pack("6I", _KEPT_CAPABILITIES, _KEPT_CAPABILITIES, 0, 0, 0, 0)
@@ -168,8 +168,8 @@ def restrict_files(rules: Iterable[tuple[str, int]], abi: int, *, tcp: bool = Tr
     Raises:
         OSError: The kernel refused.
     """
-    known = (1 << (13 if abi == 1 else 14 if abi == 2 else 15 if abi < 5 else 16)) - 1
-    attributes = struct.pack("QQQ", known, 0 if tcp or abi < 4 else 3, 3 if abi >= 6 and not signals else 0)
+    known_rights = (1 << (13 if abi == 1 else 14 if abi == 2 else 15 if abi < 5 else 16)) - 1
+    attributes = struct.pack("QQQ", known_rights, 0 if tcp or abi < 4 else 3, 3 if abi >= 6 and not signals else 0)
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     ruleset = call("landlock_create_ruleset", ctypes.c_char_p(attributes), ctypes.c_size_t(size), 0)
     for path, rights in rules:
@@ -178,7 +178,7 @@ def restrict_files(rules: Iterable[tuple[str, int]], abi: int, *, tcp: bool = Tr
         except OSError:
             continue
         try:
-            rights &= known if stat.S_ISDIR(os.fstat(descriptor).st_mode) else known & _OF_FILES
+            rights &= known_rights if stat.S_ISDIR(os.fstat(descriptor).st_mode) else known_rights & _OF_FILES
             if rights:
                 rule = struct.pack("=Qi", rights, descriptor)
                 call("landlock_add_rule", ruleset, 1, ctypes.c_char_p(rule), 0)
@@ -205,7 +205,7 @@ def without_hidden(place: str) -> Iterator[tuple[str, int]]:
             while above not in holding:
                 holding.add(above)
                 above = above if above == place else os.path.dirname(above)
-        folders[:] = [one for one in folders if not (is_hidden(one) or one in installed)]
+        folders[:] = [name for name in folders if not (is_hidden(name) or name in installed)]
     if place not in holding:
         yield place, READ
     for folder in holding:

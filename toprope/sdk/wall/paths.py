@@ -65,25 +65,25 @@ def interpreter_paths(python: str) -> list[str]:
 
 @functools.lru_cache(maxsize=32)
 def _installation(python: str) -> tuple[str, ...]:
-    places = [python, os.path.realpath(python)]
-    for place in (os.path.dirname(python), os.path.dirname(os.path.dirname(python))):
-        configuration = os.path.join(place, "pyvenv.cfg")
+    paths = [python, os.path.realpath(python)]
+    for folder in (os.path.dirname(python), os.path.dirname(os.path.dirname(python))):
+        configuration = os.path.join(folder, "pyvenv.cfg")
         if os.path.isfile(configuration):
-            places += _installed(place)
-            places += _prefix(os.path.join(_home_of(configuration), "python"))
-    places += _prefix(os.path.realpath(python))
+            paths += _installed_paths(folder)
+            paths += _prefix(os.path.join(_home_of(configuration), "python"))
+    paths += _prefix(os.path.realpath(python))
     if os.path.abspath(python) == os.path.abspath(sys.executable):
-        found = (sys.prefix, sys.base_prefix, sys.exec_prefix)
-        places += [place for prefix in found if not is_broad(prefix) for place in _installed(prefix)]
-    return tuple(dict.fromkeys(place for place in places if place))
+        prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix)
+        paths += [path for prefix in prefixes if not is_broad(prefix) for path in _installed_paths(prefix)]
+    return tuple(dict.fromkeys(path for path in paths if path))
 
 
 def _prefix(python: str) -> list[str]:
     prefix = os.path.dirname(os.path.dirname(python))
-    return _installed(prefix) if prefix and not is_broad(prefix) else [os.path.join(prefix, "lib"), python]
+    return _installed_paths(prefix) if prefix and not is_broad(prefix) else [os.path.join(prefix, "lib"), python]
 
 
-def _installed(prefix: str) -> list[str]:
+def _installed_paths(prefix: str) -> list[str]:
     """An installation; only what was installed if it is the root of a project as well (`python -m venv .`)."""
     is_project = any(os.path.exists(os.path.join(prefix, name)) for name in (*_OF_PROJECTS, ".env"))
     if not (is_project and os.path.isfile(os.path.join(prefix, "pyvenv.cfg"))):
@@ -122,10 +122,10 @@ def editable_paths(python: str) -> tuple[str, ...]:
         python: The absolute path of its interpreter.
     """
     prefix = os.path.dirname(os.path.dirname(python))
-    return tuple(_elsewhere(prefix)) if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) else ()
+    return tuple(_folders_outside(prefix)) if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) else ()
 
 
-def _elsewhere(prefix: str) -> Iterator[str]:
+def _folders_outside(prefix: str) -> Iterator[str]:
     for site in glob.glob(os.path.join(prefix, "lib*", "python3*", "site-packages")):
         for file in glob.glob(os.path.join(site, "*.pth")):
             with open(file, encoding="utf-8", errors="replace") as lines:
@@ -136,9 +136,9 @@ def _elsewhere(prefix: str) -> Iterator[str]:
         for file in glob.glob(os.path.join(site, "*.dist-info", "direct_url.json")):
             try:
                 with open(file, encoding="utf-8") as text:
-                    said = json.load(text)
-                url = str(said["url"])
-                editable = bool(said["dir_info"].get("editable"))
+                    direct_url = json.load(text)
+                url = str(direct_url["url"])
+                editable = bool(direct_url["dir_info"].get("editable"))
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
             if editable and url.startswith("file:///"):
@@ -161,7 +161,7 @@ def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
     package = package_of(file)
     above = folders_above(file, closed)
     # A worker finds the same folders only if it reads that there is a project.
-    project = None if not above or _up_to(file, _is_repository) else _up_to(file, _is_project)
+    project = None if not above or _folders_up_to(file, _is_repository) else _folders_up_to(file, _is_project)
     described = [os.path.join(project[1], _PROJECT)] if project else []
     root = os.path.dirname(folder)  # a server of OpenEnv is run from the folder of its manifest
     described += [root] if os.path.isfile(os.path.join(root, _MANIFEST)) and not is_broad(root) else []
@@ -203,15 +203,21 @@ def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
         closed: Folders that are no part of a file's repository, though one may lie within it: files that agents saved
             there open nothing.
     """
-    shut = [os.path.realpath(place) for place in closed]
-    above, root = _up_to(file, _is_repository) or _up_to(file, _is_project) or ([], "")  # a download has no history
-    if not above or any(is_broad(one) or os.path.realpath(one) in shut for one in (*above, root)):
+    closed_paths = [os.path.realpath(place) for place in closed]
+    above, root = (
+        _folders_up_to(file, _is_repository) or _folders_up_to(file, _is_project) or ([], "")
+    )  # a download has no history
+    if not above or any(is_broad(folder) or os.path.realpath(folder) in closed_paths for folder in (*above, root)):
         return []
     # An import of the file runs the packages that it lies in too.
-    packages = [os.path.join(one, "__init__.py") for one in above]
-    imported = set[tuple[str, str]]().union(*(imported_by(one) for one in (file, *filter(os.path.isfile, packages))))
+    packages = [os.path.join(folder, "__init__.py") for folder in above]
+    imported = set[tuple[str, str]]().union(
+        *(imported_by(source) for source in (file, *filter(os.path.isfile, packages)))
+    )
     return [
-        one for one in above if any(_is_package(one, rest) for name, rest in imported if name == os.path.basename(one))
+        folder
+        for folder in above
+        if any(_is_package(folder, module) for name, module in imported if name == os.path.basename(folder))
     ]
 
 
@@ -228,7 +234,7 @@ def _is_project(folder: str) -> bool:
         return False
 
 
-def _up_to(file: str, is_root: Callable[[str], bool]) -> tuple[list[str], str] | None:
+def _folders_up_to(file: str, is_root: Callable[[str], bool]) -> tuple[list[str], str] | None:
     """The folders from a file's own up to a root, which comes apart; None without one."""
     above: list[str] = []
     folder = os.path.dirname(os.path.abspath(file))
@@ -244,7 +250,7 @@ def imported_by(file: str) -> set[tuple[str, str]]:
     """The absolute imports of a file: the top package, and the path of the rest, as in `("games", "chess/rules")`;
     empty if it cannot be read."""
     parts = (name.partition(".") for level, name in imports_of(file) if not level)
-    return {(top, rest.replace(".", "/")) for top, _, rest in parts}
+    return {(top, module.replace(".", "/")) for top, _, module in parts}
 
 
 def imports_of(file: str) -> list[tuple[int, str]]:
@@ -259,9 +265,9 @@ def imports_of(file: str) -> list[tuple[int, str]]:
         return []
 
 
-def _is_package(folder: str, rest: str) -> bool:
-    places = ["__init__.py", *((f"{rest}.py", f"{rest}/__init__.py") if rest else ())]
-    return any(os.path.isfile(os.path.join(folder, place)) for place in places)
+def _is_package(folder: str, module: str) -> bool:
+    candidates = ["__init__.py", *((f"{module}.py", f"{module}/__init__.py") if module else ())]
+    return any(os.path.isfile(os.path.join(folder, candidate)) for candidate in candidates)
 
 
 def data_paths(target: str | None, closed: Iterable[str] = ()) -> list[str]:
@@ -276,7 +282,7 @@ def data_paths(target: str | None, closed: Iterable[str] = ()) -> list[str]:
     """
     if not target:
         return []
-    return list(dict.fromkeys(path for text in _texts(_said(target)) for path in _named(text, closed)))
+    return list(dict.fromkeys(path for text in _texts(_parse_target(target)) for path in _files_of(text, closed)))
 
 
 def code_paths(target: str | None) -> list[str]:
@@ -285,32 +291,32 @@ def code_paths(target: str | None) -> list[str]:
     Args:
         target: The adapter's target.
     """
-    found = map(_path_in, _texts(_said(target or "")))
-    return list(dict.fromkeys(path for path in found if path.endswith(".py") and os.path.isfile(path)))
+    named_paths = map(_path_in, _texts(_parse_target(target or "")))
+    return list(dict.fromkeys(path for path in named_paths if path.endswith(".py") and os.path.isfile(path)))
 
 
-def _said(target: str) -> Any:
+def _parse_target(target: str) -> Any:
     try:
         return json.loads(target) if target.lstrip().startswith("{") else target
     except ValueError:
         return target
 
 
-def _texts(said: Any) -> Iterator[str]:
-    if isinstance(said, str):
-        yield said
-    elif isinstance(said, dict):
-        for key, value in said.items():
-            if key == "command" and value:
-                word = value[0] if isinstance(value, list) else value
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key == "command" and item:
+                word = item[0] if isinstance(item, list) else item
                 yield shutil.which(str(word)) or ""
-            yield from _texts(value)
-    elif isinstance(said, list):
-        for one in said:
-            yield from _texts(one)
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for element in value:
+            yield from _texts(element)
 
 
-def _named(text: str, closed: Iterable[str]) -> list[str]:
+def _files_of(text: str, closed: Iterable[str]) -> list[str]:
     path = _path_in(text)
     if os.path.isfile(path) and path.endswith(".py"):
         return source_paths(path, closed)
@@ -345,14 +351,14 @@ def without(places: Iterable[str], closed: Iterable[str]) -> list[str]:
 
     A folder that holds a closed one is replaced by its other entries, as they are now.
     """
-    shut = [os.path.realpath(path) for path in closed]
-    found: list[str] = []
+    closed_paths = [os.path.realpath(path) for path in closed]
+    remaining: list[str] = []
 
     def add(path: str, depth: int) -> None:
         real = os.path.realpath(path)
-        if not any(is_within(one, real) for one in shut):
-            found.append(path)
-        elif real not in shut and depth < _DEEPEST:
+        if not any(is_within(closed_path, real) for closed_path in closed_paths):
+            remaining.append(path)
+        elif real not in closed_paths and depth < _DEEPEST:
             try:
                 names = os.listdir(path)
             except OSError:
@@ -362,4 +368,4 @@ def without(places: Iterable[str], closed: Iterable[str]) -> list[str]:
 
     for place in places:
         add(place, 0)
-    return found
+    return remaining

@@ -137,10 +137,10 @@ def network_refusal(network: Network) -> str:
     trial = Plan(trusted=True, network=network)
     command = [*entering(trial), sys.executable, "-I", "-S", "-c", ""]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
+        process = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"it cannot be tried: {error}"
-    return "" if done.returncode == 0 else done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
+    return "" if process.returncode == 0 else process.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
 
 
 @functools.cache
@@ -153,10 +153,10 @@ def namespaces_refusal() -> str:
     program = "import sys; sys.path.insert(0, sys.argv[1]); import enter; enter.close_mounts([])"
     command = [sys.executable, "-I", "-S", "-c", program, str(_ENTER.parent)]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
+        process = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"it cannot be tried: {error}"
-    return "" if done.returncode == 0 else done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
+    return "" if process.returncode == 0 else process.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
 
 
 def plan_for(wall: Wall, python: str, variables: Mapping[str, str], writes: Sequence[str]) -> Plan:
@@ -179,13 +179,13 @@ def plan_for(wall: Wall, python: str, variables: Mapping[str, str], writes: Sequ
         )
     if why := network_refusal(wall.network):
         raise WorkerDied(f"environment.network: {wall.network} cannot be had here: {why}. Set it to allow.")
-    named = [variables[name] for name in _FILES_IN_VARIABLES if name in variables]
+    files_named = [variables[name] for name in _FILES_IN_VARIABLES if name in variables]
     packages = [place for name in _PATHS_IN_VARIABLES for place in variables.get(name, "").split(os.pathsep) if place]
-    own = [*paths.interpreter_paths(python), str(_SDK), *named, *wall.reads]
+    read_paths = [*paths.interpreter_paths(python), str(_SDK), *files_named, *wall.reads]
     sources = [*paths.editable_paths(python), *packages, *wall.sources]
     return Plan(
-        reads=[*paths.SYSTEM, *paths.without(own, wall.closed)],
-        sources=[place for one in sources for place in _shown(one, wall.closed)],
+        reads=[*paths.SYSTEM, *paths.without(read_paths, wall.closed)],
+        sources=[place for source in sources for place in _visible_places(source, wall.closed)],
         writes=[*writes, *paths.without(wall.writes, wall.closed), kernel.SHARED_MEMORY],
         devices=paths.devices(),
         landlock=kernel.landlock_abi() if level == "landlock" and not wall.trusted else 0,
@@ -196,7 +196,7 @@ def plan_for(wall: Wall, python: str, variables: Mapping[str, str], writes: Sequ
     )
 
 
-def _shown(source: str, closed: Sequence[str]) -> Iterator[str]:
+def _visible_places(source: str, closed: Sequence[str]) -> Iterator[str]:
     for place in paths.without([os.path.abspath(source)], closed):
         inside = os.path.relpath(place, source)
         if inside == "." or not (os.path.islink(place) or any(map(kernel.is_hidden, inside.split(os.sep)))):
@@ -214,8 +214,10 @@ def command_for(plan: Plan, command: Sequence[str], cwd: str) -> list[str]:
     if plan.trusted or plan.landlock or level_here()[0] != "bubblewrap":
         return [*entering(plan), *command]
     wrapped = [shutil.which("bwrap") or "bwrap", *_BUBBLEWRAP, "--tmpfs", "/tmp", "--tmpfs", "/var/tmp"]
-    shown = [place for one in plan.sources for place, right in kernel.without_hidden(one) if right == kernel.READ]
-    reads = [*plan.reads, *shown, str(_ENTER.parent), sys.prefix, sys.base_prefix]
+    visible = [
+        place for source in plan.sources for place, right in kernel.without_hidden(source) if right == kernel.READ
+    ]
+    reads = [*plan.reads, *visible, str(_ENTER.parent), sys.prefix, sys.base_prefix]
     reads = [place for place in reads if place != "/proc"]
     for option, places in (("--ro-bind-try", reads), ("--bind-try", plan.writes), ("--dev-bind-try", plan.devices)):
         for place in _outermost(places):
@@ -227,11 +229,11 @@ def command_for(plan: Plan, command: Sequence[str], cwd: str) -> list[str]:
 
 def _outermost(places: Sequence[str]) -> list[str]:
     """Leave out what lies within another place; a mount on a link there would have to create its target."""
-    found: list[str] = []
+    outermost: list[str] = []
     for place in sorted(places, key=len):
-        if not any(kernel.is_within(place, other) for other in found):
-            found.append(place)
-    return found
+        if not any(kernel.is_within(place, outer) for outer in outermost):
+            outermost.append(place)
+    return outermost
 
 
 def entering(plan: Plan) -> list[str]:
@@ -248,29 +250,29 @@ def variables_behind(variables: Mapping[str, str], plan: Plan, scratch: str, hom
         scratch: For temporary files.
         home: Its HOME.
     """
-    kept = dict(variables)
+    result = dict(variables)
     if plan.network != "allow":  # Its library asks the Hub again and again, 23 s for each missing file.
-        kept.setdefault("HF_HUB_OFFLINE", "1")
+        result.setdefault("HF_HUB_OFFLINE", "1")
     if plan.trusted:
-        return kept
+        return result
     writable = [os.path.realpath(place) for place in plan.writes]
     for name in _CACHES:
-        place = kept.get(name)
+        place = result.get(name)
         if place and not any(kernel.is_within(os.path.realpath(place), folder) for folder in writable):
-            del kept[name]
+            del result[name]
     users = os.path.join(os.path.expanduser("~"), ".local")
     if os.path.isdir(os.path.join(users, "lib")) and users in plan.reads:
-        kept.setdefault("PYTHONUSERBASE", users)
+        result.setdefault("PYTHONUSERBASE", users)
     if plan.landlock:  # Searches for a program ask access(2), which names some that the wall then refuses to start.
         folders = [os.path.realpath(place) for place in (*plan.reads, *plan.sources, *plan.writes)]
-        named = {os.path.realpath(os.path.dirname(place)) for place in plan.reads if os.path.isfile(place)}
-        kept["PATH"] = os.pathsep.join(
+        folders_of_files = {os.path.realpath(os.path.dirname(place)) for place in plan.reads if os.path.isfile(place)}
+        result["PATH"] = os.pathsep.join(
             place
-            for place in kept.get("PATH", os.defpath).split(os.pathsep)
-            if os.path.realpath(place) in named
+            for place in result.get("PATH", os.defpath).split(os.pathsep)
+            if os.path.realpath(place) in folders_of_files
             or any(kernel.is_within(os.path.realpath(place), folder) for folder in folders)
         )
-    kept |= {"TOPROPE_WALLED": "1", "GIT_CONFIG_NOSYSTEM": "1"}  # git gives up if it cannot read /etc/gitconfig
-    own = {"HOME": home, "TMPDIR": scratch, "TEMP": scratch, "TMP": scratch}
-    kept |= {name: place or "/nonexistent" for name, place in own.items()}
-    return kept
+    result |= {"TOPROPE_WALLED": "1", "GIT_CONFIG_NOSYSTEM": "1"}  # git gives up if it cannot read /etc/gitconfig
+    folders_of_its_own = {"HOME": home, "TMPDIR": scratch, "TEMP": scratch, "TMP": scratch}
+    result |= {name: place or "/nonexistent" for name, place in folders_of_its_own.items()}
+    return result

@@ -50,9 +50,9 @@ class Relay:
 
     def _ask(self, port: int) -> socket.socket:
         self._ours.send(struct.pack("!H", port))
-        said, descriptors, _, _ = socket.recv_fds(self._ours, 256, 1)
+        reply, descriptors, _, _ = socket.recv_fds(self._ours, 256, 1)
         if not descriptors:
-            raise OSError(said[1:].decode(errors="replace") or "the worker has ended")
+            raise OSError(reply[1:].decode(errors="replace") or "the worker has ended")
         return socket.socket(fileno=descriptors[0])
 
     def close(self) -> None:
@@ -84,14 +84,14 @@ async def join(
 
     They end when both directions have; a direction that cannot be ended alone (TLS) ends the other with it.
     """
-    both = {asyncio.create_task(_pump(reader, outer_writer)), asyncio.create_task(_pump(outer_reader, writer))}
-    left, goes_on = both, True
+    directions = {asyncio.create_task(_pump(reader, outer_writer)), asyncio.create_task(_pump(outer_reader, writer))}
+    pending, goes_on = directions, True
     try:
-        while left and goes_on:
-            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        while pending and goes_on:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             goes_on = all(task.result() for task in done)
     finally:
-        for task in both:
+        for task in directions:
             task.cancel()
         writer.close()
         outer_writer.close()

@@ -41,17 +41,17 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        made = os.path.realpath(tempfile.mkdtemp(prefix=_prefix() + _NEW))
+        new_path = os.path.realpath(tempfile.mkdtemp(prefix=_prefix() + _NEW))
         self._claim = -1
         try:
-            self._claim = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+            self._claim = os.open(new_path, os.O_RDONLY | os.O_DIRECTORY)
             _lock(self._claim)
-            self.path = made.replace(_prefix() + _NEW, _prefix())
-            os.rename(made, self.path)
+            self.path = new_path.replace(_prefix() + _NEW, _prefix())
+            os.rename(new_path, self.path)
         except OSError:
             if self._claim >= 0:
                 os.close(self._claim)
-            os.rmdir(made)
+            os.rmdir(new_path)
             raise
         _sweep_once(os.path.dirname(self.path))  # once for each TMPDIR
 
@@ -109,10 +109,10 @@ def _sweep(place: str) -> None:
 def _remove_unclaimed(path: str) -> None:
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        told = os.fstat(folder)
+        status = os.fstat(folder)
         new = os.path.basename(path).startswith(_prefix() + _NEW)
-        young = new and abs(time.time() - told.st_mtime) <= _YOUNG_S
-        if told.st_uid == os.geteuid() and not young and _lock(folder):
+        young = new and abs(time.time() - status.st_mtime) <= _YOUNG_S
+        if status.st_uid == os.geteuid() and not young and _lock(folder):
             _remove(path)
     finally:
         os.close(folder)

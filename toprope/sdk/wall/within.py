@@ -31,11 +31,11 @@ class RolloutWall:
     """
 
     def __init__(self, writes: Sequence[str], reads: Sequence[str] = ()) -> None:
-        own = [*paths.interpreter_paths(sys.executable), *paths.program_paths(os.environ.get("PATH", os.defpath))]
+        programs = [*paths.interpreter_paths(sys.executable), *paths.program_paths(os.environ.get("PATH", os.defpath))]
         self._plan = Plan(
             within=True,
             landlock=kernel.landlock_abi(),
-            reads=[*paths.SYSTEM, *own, *reads],
+            reads=[*paths.SYSTEM, *programs, *reads],
             writes=[*writes],
             devices=paths.devices(),
         )
@@ -52,7 +52,7 @@ class RolloutWall:
             reads: Further files that it reads.
         """
         # A link to /proc/self would lead to this process's own variables.
-        plan = asdict(replace(self._plan, reads=[*(one for one in self._plan.reads if one != "/proc"), *reads]))
+        plan = asdict(replace(self._plan, reads=[*(path for path in self._plan.reads if path != "/proc"), *reads]))
 
         def confined() -> T:
             if plan["landlock"]:

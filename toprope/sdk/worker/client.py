@@ -52,13 +52,13 @@ def worker_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
     Args:
         extra: Variables to add, such as a key that the environment needs.
     """
-    kept = {
+    passed_on = {
         name: value
         for name, value in os.environ.items()
         # Pass on proxy variables although they may hold a password; workers may have no other route.
         if not _SECRET.search(name) and (not KEY_IN_URL.search(value) or name.lower().endswith("_proxy"))
     }
-    return {**kept, **(extra or {})}
+    return {**passed_on, **(extra or {})}
 
 
 class _Call:
@@ -327,7 +327,7 @@ class WorkerClient:
             await asyncio.sleep(0)  # its last output may have come with the answer
             new, self._new = self._new, 0
             try:
-                call, given = self._waiting.get(number), self._given(answer, new)
+                call, result = self._waiting.get(number), self._result_in(answer, new)
             except (AttributeError, KeyError, TypeError):  # an author's code wrote it
                 self.kill("The worker gave an answer of the wrong form and was killed.")
                 return
@@ -338,12 +338,12 @@ class WorkerClient:
                 self._start_clock()
             if call is None or call.future.done():
                 continue  # the caller stopped waiting
-            if isinstance(given, WorkerError):
-                call.future.set_exception(given)
+            if isinstance(result, WorkerError):
+                call.future.set_exception(result)
             else:
-                call.future.set_result(given)
+                call.future.set_result(result)
 
-    def _given(self, answer: dict[str, Any], new: int) -> Any:
+    def _result_in(self, answer: dict[str, Any], new: int) -> Any:
         """Return the result in an answer, or the error."""
         if answer["ok"]:
             return answer["result"]
@@ -375,16 +375,16 @@ class WorkerClient:
     def _open_seal(self, seal: _Seal, chunk: bytes) -> bytes:
         """Return the output after the mark, behind a line that counts the dropped bytes; empty before the mark."""
         seal.held += chunk
-        before, found, after = seal.held.partition(seal.mark + b"\n")
-        if not found:
+        before, mark, after = seal.held.partition(seal.mark + b"\n")
+        if not mark:
             seal.dropped += max(0, len(seal.held) - len(seal.mark))
             seal.held = seal.held[-len(seal.mark) :]
             return b""
         self._sealed = None
         seal.broken.set()
         dropped = seal.dropped + len(before)
-        said = b"[toprope] %d bytes printed while held-out tasks were sampled are not kept\n" % dropped
-        return (said if dropped else b"") + after
+        notice = b"[toprope] %d bytes printed while held-out tasks were sampled are not kept\n" % dropped
+        return (notice if dropped else b"") + after
 
     async def _watch(self) -> None:
         """Wait for the end of the worker, then fail the calls that nobody will answer."""
@@ -407,10 +407,10 @@ class WorkerClient:
         else:
             self._end = WorkerDied(_epitaph(code, self._last_words()), code, self._last_words())
         # If concurrent calls were running, any of them may be the cause.
-        first = next((call for call in self._waiting.values() if not call.concurrent), None)
+        running = next((call for call in self._waiting.values() if not call.concurrent), None)
         for call in self._waiting.values():
             if not call.future.done():
-                at_work = call is first and not self._timed_out
+                at_work = call is running and not self._timed_out
                 call.future.set_exception(_at_work(self._copy_of_end()) if at_work else self._copy_of_end())
         self._waiting.clear()
         if self.enclosure is not None:

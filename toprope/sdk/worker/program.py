@@ -58,8 +58,8 @@ def _bring_in_sdk() -> None:
     import importlib.util
     import types
 
-    here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    root = os.path.dirname(os.path.dirname(here))
+    sdk_folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    root = os.path.dirname(os.path.dirname(sdk_folder))
     try:
         ours_alone = not any(name.endswith(".dist-info") for name in os.listdir(root))
     except PermissionError:  # behind a wall, in an interpreter that has no business there
@@ -68,17 +68,17 @@ def _bring_in_sdk() -> None:
         ours = {root, os.path.join(root, "server"), os.path.join(root, "tools")}
         sys.path[:] = [place for place in sys.path if os.path.realpath(place or ".") not in ours]
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        kept = [place for place in inherited if place and os.path.realpath(place) not in ours]
+        foreign = [place for place in inherited if place and os.path.realpath(place) not in ours]
         os.environ.pop("PYTHONPATH", None)
-        if kept:
-            os.environ["PYTHONPATH"] = os.pathsep.join(kept)
+        if foreign:
+            os.environ["PYTHONPATH"] = os.pathsep.join(foreign)
     house = types.ModuleType("toprope")
     house.__path__ = []
     spec = importlib.util.spec_from_file_location(
-        "toprope.sdk", os.path.join(here, "__init__.py"), submodule_search_locations=[here]
+        "toprope.sdk", os.path.join(sdk_folder, "__init__.py"), submodule_search_locations=[sdk_folder]
     )
     if spec is None or spec.loader is None:
-        raise ImportError(f"{here} holds no toprope.sdk")
+        raise ImportError(f"{sdk_folder} holds no toprope.sdk")
     package = importlib.util.module_from_spec(spec)
     sys.modules["toprope"], sys.modules["toprope.sdk"] = house, package
     house.sdk = package  # type: ignore[attr-defined]
@@ -114,15 +114,15 @@ def _keep_alarms_in_main_thread() -> None:
     signal.alarm, signal.setitimer = kept_alarm, kept_timer
 
 
-def _read(descriptor: int, requests: queue.SimpleQueue[bytes | None]) -> None:
+def _read_requests(descriptor: int, requests: queue.SimpleQueue[bytes | None]) -> None:
     """Queue request lines until the end of input, then make sure that the process ends."""
     pending: list[bytes] = []
     while chunk := os.read(descriptor, _CHUNK):
-        first, *rest = chunk.split(b"\n")
-        pending.append(first)
-        for following in rest:
+        head, *following_lines = chunk.split(b"\n")
+        pending.append(head)
+        for line in following_lines:
             requests.put(b"".join(pending))
-            pending = [following]
+            pending = [line]
     requests.put(None)
     time.sleep(_ENOUGH_TO_END_S)
     os._exit(1)
@@ -203,7 +203,7 @@ def main() -> None:
 
     avoid_local_sockets()
     requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests_from, requests), daemon=True, name="requests").start()
+    threading.Thread(target=_read_requests, args=(requests_from, requests), daemon=True, name="requests").start()
     try:
         _serve(requests, answers_to)
     except BrokenPipeError:

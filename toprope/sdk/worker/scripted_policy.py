@@ -42,9 +42,9 @@ def scripted_session(answer: str | Callable[[Mapping[str, Any]], str]) -> Iterat
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
             chat = self.path.endswith("/chat/completions")
             words = answer if isinstance(answer, str) else answer(body)
-            said: dict[str, Any] = {"message": {"role": "assistant", "content": words}} if chat else {"text": words}
+            message: dict[str, Any] = {"message": {"role": "assistant", "content": words}} if chat else {"text": words}
             choices = [
-                {"index": index, "finish_reason": "stop", "logprobs": None, **said}
+                {"index": index, "finish_reason": "stop", "logprobs": None, **message}
                 for index in range(int(body.get("n") or 1))
             ]
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}

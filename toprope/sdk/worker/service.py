@@ -85,7 +85,7 @@ class Service:
         """Folder of the environment's code, for error messages."""
         self._variants: dict[str, _Variant] = {}
         """By name; the environment as `open` left it has the empty name."""
-        self._asked: dict[str, Any] = {}
+        self._opened_with: dict[str, Any] = {}
         self._rollouts: dict[int, Rollout] = {}
         self._last_handle = 0
         self._groups = GroupScoring()
@@ -148,7 +148,7 @@ class Service:
         self._groups.clear()
         self._unsettled.clear()
         self._variants.clear()
-        self._asked = {
+        self._opened_with = {
             "source": source,
             "reward_weights": dict(reward_weights or {}),
             "max_turns": max_turns,
@@ -156,7 +156,7 @@ class Service:
             "functions": load_rewards(rewards or ()),
             "split_rule": split_rule,
         }
-        return self._opening("", knobs)
+        return self._open_variant("", knobs)
 
     def _vary(self, variant: str, knobs: dict[str, Any]) -> dict[str, Any]:
         """Open the environment with other knobs beside what is open; rollouts in progress go on. No content is in
@@ -164,22 +164,22 @@ class Service:
         self._variant()
         if not variant:
             raise InvalidRequest("A variant needs a name.")
-        return self._opening(variant, knobs)
+        return self._open_variant(variant, knobs)
 
-    def _opening(self, variant: str, knobs: dict[str, Any] | None) -> dict[str, Any]:
-        loaded, asked = self._load(self._asked["source"]), self._asked
-        defaults = asked["source"].get("knobs") or {}
-        functions, weights = asked["functions"], asked["reward_weights"]
+    def _open_variant(self, variant: str, knobs: dict[str, Any] | None) -> dict[str, Any]:
+        loaded, settings = self._load(self._opened_with["source"]), self._opened_with
+        defaults = settings["source"].get("knobs") or {}
+        functions, weights = settings["functions"], settings["reward_weights"]
         environment = configure(
             loaded.environment,
             knobs={**defaults, **(knobs or {})},
             reward_weights=None if functions else weights,
-            max_turns=asked["max_turns"],
-            seed=asked["seed"],
+            max_turns=settings["max_turns"],
+            seed=settings["seed"],
         )
         functions = functions_of(environment, functions, weights)
-        family = [other.splits for name, other in self._variants.items() if name != variant]
-        splits = TaskSplits(environment, asked["seed"], family, asked["split_rule"])
+        family = [other_variant.splits for name, other_variant in self._variants.items() if name != variant]
+        splits = TaskSplits(environment, settings["seed"], family, settings["split_rule"])
         self._variants[variant] = _Variant(environment, splits, functions)
         return _card(loaded, environment.knobs, functions, defaults)
 
@@ -217,9 +217,9 @@ class Service:
         }
 
     def _make(self, file: str, attribute: str, arguments: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
-        made = self._objects.make(file, attribute, arguments, wanted)
+        description = self._objects.make(file, attribute, arguments, wanted)
         self.near = self._objects.near
-        return made
+        return description
 
     def _invoke(self, handle: int, method: str, calls: list[Any]) -> list[Any]:
         return self._objects.invoke(handle, method, calls)
@@ -237,16 +237,16 @@ class Service:
         if not isinstance(opened.environment, OwnLoop):
             raise InvalidRequest("This environment does not sample by itself: `begin` and `advance` its rollouts.")
         task, epoch = opened.splits.get(split, index)
-        return self._sampled(opened, task, [Session.of(one) for one in sessions], epoch)
+        return self._sample(opened, task, [Session.of(session) for session in sessions], epoch)
 
-    async def _sampled(self, opened: _Variant, task: Task, sessions: list[Session], epoch: int) -> dict[str, Any]:
+    async def _sample(self, opened: _Variant, task: Task, sessions: list[Session], epoch: int) -> dict[str, Any]:
         assert isinstance(opened.environment, OwnLoop)
         played = await sample_group(opened.environment, task, sessions, self.near)
         ended = [
             (outcome, opened.functions, functools.partial(seen_of, task, messages))
             for outcome, messages in zip(played.outcomes, played.messages, strict=True)
         ]
-        outcomes = rewarded(ended, lambda found: [_outcome(one) for one in found])
+        outcomes = rewarded(ended, lambda scored: [_outcome(outcome) for outcome in scored])
         return {
             "task_id": opened.splits.id_of(task),
             "messages": task.messages,
@@ -269,14 +269,19 @@ class Service:
         rollouts = [Rollout(environment, task, self.near) for _ in range(count)]
         for rollout in rollouts:
             rollout.functions = opened.functions
-        first = [rollout.begin() for rollout in rollouts]
+        first_messages = [rollout.begin() for rollout in rollouts]
         handles = [self._keep(rollout) for rollout in rollouts]
         if grouped(environment):
             self._groups.begin(handles)
         task_id = opened.splits.id_of(task)
-        answer: dict[str, Any] = {"task_id": task_id, "messages": first[0], "rollouts": handles, "epoch": epoch}
-        if any(messages != first[0] for messages in first):
-            answer["per_rollout"] = first
+        answer: dict[str, Any] = {
+            "task_id": task_id,
+            "messages": first_messages[0],
+            "rollouts": handles,
+            "epoch": epoch,
+        }
+        if any(messages != first_messages[0] for messages in first_messages):
+            answer["per_rollout"] = first_messages
         if environment.wants_tokens:
             answer["tokens"] = True  # moves should carry the ids of tokens
         return answer
@@ -307,16 +312,16 @@ class Service:
                 ended.append((handle, rollout))
         outcomes = {} if alone else self._groups.done(ended)
         by_handle = dict(ended)
-        self._unsettled.update((one, rollout) for one, rollout in ended if not alone and one not in outcomes)
+        self._unsettled.update((handle, rollout) for handle, rollout in ended if not alone and handle not in outcomes)
         scored = [
             _scored(turn.outcome if alone else outcomes.get(move[0]), by_handle.get(move[0]))
             for turn, move in zip(turns, checked, strict=True)
         ]
         return rewarded(
             scored,
-            lambda found: [
+            lambda scored_outcomes: [
                 {"messages": turn.messages, "done": turn.done, "outcome": _outcome(outcome)}
-                for turn, outcome in zip(turns, found, strict=True)
+                for turn, outcome in zip(turns, scored_outcomes, strict=True)
             ],
         )
 
@@ -324,7 +329,7 @@ class Service:
         """Score rollouts that wait, together with the finished ones of their groups; None for unknown rollouts."""
         outcomes = self._groups.settle(rollouts)
         scored = [_scored(outcomes.get(handle), self._unsettled.pop(handle, None)) for handle in rollouts]
-        return rewarded(scored, lambda found: [_outcome(outcome) for outcome in found])
+        return rewarded(scored, lambda scored_outcomes: [_outcome(outcome) for outcome in scored_outcomes])
 
     def _move(self, move: Any) -> tuple[int, str, bool, list[int]]:
         if not isinstance(move, list) or not 2 <= len(move) <= 4 or not isinstance(move[1], str):
@@ -334,31 +339,36 @@ class Service:
         return move[0], move[1], len(move) > 2 and bool(move[2]), move[3] if len(move) > 3 else []
 
     def _discard(self, rollouts: list[int]) -> int:
-        for one in rollouts:
-            self._unsettled.pop(one, None)
-        return sum((self._rollouts.pop(one, None) is not None) | self._groups.discard(one) for one in rollouts)
+        for handle in rollouts:
+            self._unsettled.pop(handle, None)
+        return sum((self._rollouts.pop(handle, None) is not None) | self._groups.discard(handle) for handle in rollouts)
 
     def _solve(self, asked: list[Any]) -> list[str | None]:
         """The environment's own next answer for each [rollout, variant]."""
-        for one in asked:
-            if not isinstance(one, list) or len(one) != 2 or one[0] not in self._rollouts or type(one[1]) is not int:
-                raise InvalidRequest(f"{one!r:.80} is not a [rollout, variant] of a rollout in progress.")
+        for pair in asked:
+            if (
+                not isinstance(pair, list)
+                or len(pair) != 2
+                or pair[0] not in self._rollouts
+                or type(pair[1]) is not int
+            ):
+                raise InvalidRequest(f"{pair!r:.80} is not a [rollout, variant] of a rollout in progress.")
         return [self._rollouts[handle].solve(variant) for handle, variant in asked]
 
     def _score(self, split: str, index: int, answer: str, variant: str = "") -> Any:
         opened = self._variant(variant)
         environment, task = opened.environment, opened.splits.get(split, index)[0]
         if isinstance(environment, OwnLoop):
-            return self._scripted(opened, task, answer)
+            return self._score_scripted(opened, task, answer)
         rollout = Rollout(environment, task, self.near)
         rollout.functions = opened.functions
         rollout.begin()
         outcome = rollout.advance(answer, only=True).outcome
-        return rewarded([_scored(outcome, rollout)], lambda found: _outcome(found[0]))
+        return rewarded([_scored(outcome, rollout)], lambda outcomes: _outcome(outcomes[0]))
 
-    async def _scripted(self, opened: _Variant, task: Task, answer: str) -> dict[str, Any] | None:
+    async def _score_scripted(self, opened: _Variant, task: Task, answer: str) -> dict[str, Any] | None:
         with scripted_session(answer) as session:
-            outcomes: list[dict[str, Any] | None] = (await self._sampled(opened, task, [session], 0))["outcomes"]
+            outcomes: list[dict[str, Any] | None] = (await self._sample(opened, task, [session], 0))["outcomes"]
         return outcomes[0]
 
     def _variant(self, variant: str = "") -> _Variant:

@@ -112,9 +112,9 @@ class TaskSplits:
     ) -> None:
         self._seed, self._rule = seed, rule
         self._family = list(family)
-        for other in family:
-            other._family.append(self)
-        self._found: dict[str, list[Task]] = {split: [] for split in SPLITS}
+        for member in family:
+            member._family.append(self)
+        self._tasks_by_split: dict[str, list[Task]] = {split: [] for split in SPLITS}
         self._seen: set[bytes] = set()
         self._owner: dict[bytes, str] = {}
         """Split of each content digest, if the environment brings its own splits."""
@@ -123,13 +123,13 @@ class TaskSplits:
         self._repeats = 0
         self.shared = False
         """True if the tasks are so few that every split has all of them."""
-        self._own = bool(inspect.signature(environment.tasks).parameters)
-        self._maybe_few = bool(environment.listed) and not self._own
-        self._first: list[Task] | None = [] if not self._maybe_few else None
+        self._has_own_splits = bool(inspect.signature(environment.tasks).parameters)
+        self._maybe_few = bool(environment.listed) and not self._has_own_splits
+        self._first_tasks: list[Task] | None = [] if not self._maybe_few else None
         """The first tasks, read to learn if there are others."""
-        self._held: dict[str, str] = {}
+        self._moved_splits: dict[str, str] = {}
         """Other splits of tasks so few that their hashes leave a split empty, by id."""
-        if self._own:
+        if self._has_own_splits:
             tasks: Callable[[str], Iterable[Task]] = environment.tasks  # type: ignore[assignment]
             self._streams = {split: _Stream(functools.partial(tasks, split)) for split in SPLITS}
         else:
@@ -146,21 +146,21 @@ class TaskSplits:
         """
         self._check(split, index)
         self._scan(split, index + 1)
-        found = self._found[split]
-        if index < len(found):
-            return found[index], 0
-        if not found:
-            sizes = ", ".join(f"{len(self._found[name])} {name}" for name in SPLITS)
-            if not any(self._found.values()):
+        tasks = self._tasks_by_split[split]
+        if index < len(tasks):
+            return tasks[index], 0
+        if not tasks:
+            sizes = ", ".join(f"{len(self._tasks_by_split[name])} {name}" for name in SPLITS)
+            if not any(self._tasks_by_split.values()):
                 raise InvalidRequest(f"The {split} split has no tasks: its data are missing, or its knobs leave none.")
             raise InvalidRequest(
                 f"The {split} split has no tasks ({sizes}). Give the environment more distinct tasks, or its own "
                 "splits by writing tasks(self, split)."
             )
         if split != "train":
-            raise InvalidRequest(f"The {split} split has {len(found)} tasks: there is no number {index}.")
-        epoch, position = divmod(index, len(found))
-        return found[self._order(epoch)[position]], epoch
+            raise InvalidRequest(f"The {split} split has {len(tasks)} tasks: there is no number {index}.")
+        epoch, position = divmod(index, len(tasks))
+        return tasks[self._order(epoch)[position]], epoch
 
     def page(self, split: str, start: int, count: int) -> list[Task]:
         """Up to `count` distinct tasks from number `start` on; fewer at the end."""
@@ -168,24 +168,24 @@ class TaskSplits:
         if count < 0:
             raise InvalidRequest(f"count must be at least 0, not {count}.")
         self._scan(split, start + count)
-        return self._found[split][start : start + count]
+        return self._tasks_by_split[split][start : start + count]
 
     def id_of(self, task: Task) -> str:
         """The id of a task: a hash of what decides its split, 16 hexadecimal digits."""
         return hashlib.sha256(self._deciding(task, _content(task))).hexdigest()[:16]
 
     def _deciding(self, task: Task, content: bytes) -> bytes:
-        if task.source is None or self._rule < SOURCE_RULE or self._own:
+        if task.source is None or self._rule < SOURCE_RULE or self._has_own_splits:
             return content
         return task.source.encode("utf-8", "surrogatepass")
 
     def known(self, split: str) -> int:
         """Distinct tasks found so far."""
-        return len(self._found[split])
+        return len(self._tasks_by_split[split])
 
     def exhausted(self, split: str) -> bool:
         """Return True if `known` is the size of the split."""
-        return self._streams[split].ended or (not self._own and self._repeats >= PATIENCE)
+        return self._streams[split].ended or (not self._has_own_splits and self._repeats >= PATIENCE)
 
     def leaked(self, split: str) -> int:
         """Tasks read so far that the environment put into this split although another one has them; they are left
@@ -205,118 +205,121 @@ class TaskSplits:
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             raise InvalidRequest(f"The number of a task must be a whole number of at least 0, not {index!r}.")
 
-    def _scan(self, split: str, wanted: int) -> None:
-        if self._own:
-            self._scan_own(split, wanted)
+    def _scan(self, split: str, count: int) -> None:
+        if self._has_own_splits:
+            self._scan_own(split, count)
             return
         if self._maybe_few:
             self._divide_few()
-        found = self._found[split]
-        while len(found) < wanted and not self.exhausted(split):
+        tasks = self._tasks_by_split[split]
+        while len(tasks) < count and not self.exhausted(split):
             task = self._streams[split].next()
             if task is None:
                 break
             content = _content(task)
             if self._is_new(content):
-                self._found[self._split_of(task)].append(task)
+                self._tasks_by_split[self._split_of(task)].append(task)
         if self.exhausted(split):
             self._share_fewest()
 
     def _split_of(self, task: Task) -> str:
         """Return the split of a task: by its hash, or the strictest that a member of the family has moved it to."""
-        found = self._split_by_hash(task)
+        by_hash = self._split_by_hash(task)
         if self._rule < FAMILY_RULE or not self._family:
-            return found
-        name = self.id_of(task)
-        moved = [one._held[name] for one in (self, *self._family) if name in one._held]
-        return min(moved, default=found, key=_STRICTEST.index)
+            return by_hash
+        task_id = self.id_of(task)
+        moved_splits = [
+            member._moved_splits[task_id] for member in (self, *self._family) if task_id in member._moved_splits
+        ]
+        return min(moved_splits, default=by_hash, key=_STRICTEST.index)
 
     def _split_by_hash(self, task: Task) -> str:
-        h = _bucket(self._deciding(task, _content(task)))
-        return "train" if h < 80 else "validation" if h < 90 else "heldout"
+        bucket = _bucket(self._deciding(task, _content(task)))
+        return "train" if bucket < 80 else "validation" if bucket < 90 else "heldout"
 
     def _divide_few(self) -> None:
         """Read the first tasks; if there are no others, and enough for all splits, divide them."""
         self._maybe_few = False
         if self._rule >= FAMILY_RULE:
-            for other in self._family:
+            for member in self._family:
                 with suppress(Exception):  # those who ask for its tasks get the error again
-                    other._read_first()
+                    member._read_first()
         try:
             self._read_first()
         finally:  # Tasks from before a failure stay available.
-            first = self._first or []
-            chosen = [self._split_of(task) for task in first]
+            tasks = self._first_tasks or []
+            splits = [self._split_of(task) for task in tasks]
             if self._rule < FAMILY_RULE or not self._family:
-                chosen = self._divided(first, chosen)
-            for task, split in zip(first, chosen, strict=True):
-                self._found[split].append(task)
+                splits = self._divide(tasks, splits)
+            for task, split in zip(tasks, splits, strict=True):
+                self._tasks_by_split[split].append(task)
 
     def _read_first(self) -> None:
         """Read the first tasks, once; if hashes leave a split empty, move as many to it as it needs."""
-        if self._first is not None:
+        if self._first_tasks is not None:
             return
-        stream, self._first = self._streams["train"], []
-        while len(self._first) < FEW and self._repeats < PATIENCE and (task := stream.next()) is not None:
+        stream, self._first_tasks = self._streams["train"], []
+        while len(self._first_tasks) < FEW and self._repeats < PATIENCE and (task := stream.next()) is not None:
             if self._is_new(_content(task)):
-                self._first.append(task)
-        if not self._are_few(self._first, least=1):
+                self._first_tasks.append(task)
+        if not self._are_few(self._first_tasks, least=1):
             return
-        by_hash = {self.id_of(task): self._split_by_hash(task) for task in self._first}
+        by_hash = {self.id_of(task): self._split_by_hash(task) for task in self._first_tasks}
         if "train" not in by_hash.values():
             fullest = max(_STRICTEST[:2], key=list(by_hash.values()).count)
-            self._held[min(name for name, split in by_hash.items() if split == fullest)] = "train"
-        if not self._are_few(self._first):
+            self._moved_splits[min(task_id for task_id, split in by_hash.items() if split == fullest)] = "train"
+        if not self._are_few(self._first_tasks):
             return
-        free, wanted = sorted(name for name, split in by_hash.items() if split == "train"), max(1, len(by_hash) // 10)
+        movable = sorted(task_id for task_id, split in by_hash.items() if split == "train")
+        share = max(1, len(by_hash) // 10)
         for split in _STRICTEST[:2]:
-            if split not in by_hash.values() and len(free) > wanted:
-                self._held |= dict.fromkeys(free[:wanted], split)
-                free = free[wanted:]
+            if split not in by_hash.values() and len(movable) > share:
+                self._moved_splits |= dict.fromkeys(movable[:share], split)
+                movable = movable[share:]
 
-    def _are_few(self, first: Sequence[Task], least: int = len(SPLITS)) -> bool:
+    def _are_few(self, tasks: Sequence[Task], least: int = len(SPLITS)) -> bool:
         over = self._streams["train"].ended or self._repeats >= PATIENCE
-        return over and least <= len(first) < FEW
+        return over and least <= len(tasks) < FEW
 
-    def _divided(self, first: Sequence[Task], chosen: list[str]) -> list[str]:
+    def _divide(self, tasks: Sequence[Task], splits: list[str]) -> list[str]:
         """Return the splits of the first tasks of an environment without a family."""
-        if self._are_few(first) and len(set(chosen)) < len(SPLITS):
-            ids = sorted(map(self.id_of, first))
-            held = max(1, len(first) // 10)
-            stricter = dict.fromkeys(ids[:held], "heldout") | dict.fromkeys(ids[held : 2 * held], "validation")
-            return [stricter.get(self.id_of(task), "train") for task in first]
+        if self._are_few(tasks) and len(set(splits)) < len(SPLITS):
+            ids = sorted(map(self.id_of, tasks))
+            share = max(1, len(tasks) // 10)
+            stricter = dict.fromkeys(ids[:share], "heldout") | dict.fromkeys(ids[share : 2 * share], "validation")
+            return [stricter.get(self.id_of(task), "train") for task in tasks]
         over = self._streams["train"].ended or self._repeats >= PATIENCE
-        if over and len(first) < len(SPLITS):
-            return ["train"] * len(first)  # nothing can be held out
-        return chosen
+        if over and len(tasks) < len(SPLITS):
+            return ["train"] * len(tasks)  # nothing can be held out
+        return splits
 
     def _share_fewest(self) -> None:
         """Give every split all tasks, its own first, if they are fewer than the splits."""
-        every = sum(map(len, self._found.values()))
-        if self.shared or self._rule < SHARING_RULE or self._family or not 0 < every < len(SPLITS):
+        total = sum(map(len, self._tasks_by_split.values()))
+        if self.shared or self._rule < SHARING_RULE or self._family or not 0 < total < len(SPLITS):
             return  # In a family, another member may hold one of them out.
         self.shared = True
-        own = {split: list(found) for split, found in self._found.items()}
-        for split, found in self._found.items():
-            found += [task for other in SPLITS if other != split for task in own[other]]
+        own_tasks = {split: list(tasks) for split, tasks in self._tasks_by_split.items()}
+        for split, tasks in self._tasks_by_split.items():
+            tasks += [task for other_split in SPLITS if other_split != split for task in own_tasks[other_split]]
 
-    def _scan_own(self, split: str, wanted: int) -> None:
+    def _scan_own(self, split: str, count: int) -> None:
         for name in _STRICTEST:
             if name == "train":
-                limit = wanted if split == "train" else 0
+                limit = count if split == "train" else 0
             else:
                 limit = OWN_SPLIT_LIMIT
-            stream, found = self._streams[name], self._found[name]
+            stream, tasks = self._streams[name], self._tasks_by_split[name]
             repeats = 0
-            while len(found) < limit and not stream.ended:
+            while len(tasks) < limit and not stream.ended:
                 task = stream.next()
                 if task is None:
                     break
                 content = _content(task)
-                new = self._is_new(content) and not self._kept_elsewhere(name, content)
+                new = self._is_new(content) and not self._is_kept_elsewhere(name, content)
                 repeats = 0 if new else repeats + 1
                 if new:
-                    found.append(task)
+                    tasks.append(task)
                 self._leaked[name] += self._owner.setdefault(_digest(content), name) != name
                 stream.ended = repeats >= PATIENCE
             if name != "train":
@@ -324,13 +327,13 @@ class TaskSplits:
             if name == split:
                 return
 
-    def _kept_elsewhere(self, split: str, content: bytes) -> bool:
+    def _is_kept_elsewhere(self, split: str, content: bytes) -> bool:
         """Return True if another member of the family has this content in a stricter split."""
         stricter = _STRICTEST[: _STRICTEST.index(split)]
-        for other in self._family:
+        for member in self._family:
             for name in stricter:
-                other._scan_own(name, OWN_SPLIT_LIMIT)
-            if other._owner.get(_digest(content)) in stricter:
+                member._scan_own(name, OWN_SPLIT_LIMIT)
+            if member._owner.get(_digest(content)) in stricter:
                 return True
         return False
 
@@ -347,7 +350,7 @@ class TaskSplits:
         if epoch not in self._orders:
             while len(self._orders) > 3:  # groups of neighbouring epochs can be in flight together
                 del self._orders[min(self._orders)]
-            order = list(range(len(self._found["train"])))
+            order = list(range(len(self._tasks_by_split["train"])))
             random.Random(f"{self._seed}:{epoch}").shuffle(order)
             self._orders[epoch] = order
         return self._orders[epoch]

@@ -23,7 +23,7 @@ class UserObjects:
     """The objects created in this worker, by handle."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Any] = {}
+        self._objects: dict[int, Any] = {}
         self.near = ""
         """Folder of the code loaded last, for error messages."""
 
@@ -40,18 +40,18 @@ class UserObjects:
             LoadError: The file does not load, has no such definition, or rejects the arguments.
         """
         path = Path(file).absolute()
-        found, self.near = defined_object(path, attribute, wanted), str(path.parent)
-        if isinstance(found, type):
+        target, self.near = defined_object(path, attribute, wanted), str(path.parent)
+        if isinstance(target, type):
             try:
-                found = found(**arguments)
+                target = target(**arguments)
             except TypeError as error:
                 raise LoadError(f"{attribute} of {path.name} is not made with these arguments: {error}") from error
         elif arguments:
             raise LoadError(f"{attribute} of {path.name} is not a class and takes no arguments.")
-        handle = len(self._kept) + 1
-        self._kept[handle] = found
-        methods = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name, None))]
-        return {"handle": handle, "methods": (["call"] if callable(found) else []) + methods}
+        handle = len(self._objects) + 1
+        self._objects[handle] = target
+        methods = [name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name, None))]
+        return {"handle": handle, "methods": (["call"] if callable(target) else []) + methods}
 
     def invoke(self, handle: int, method: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
         """Call a method (`call`: the object itself) once per list of arguments, in order.
@@ -62,9 +62,9 @@ class UserObjects:
         Raises:
             InvalidRequest: No such object or method, or a result that JSON cannot represent.
         """
-        if handle not in self._kept:
+        if handle not in self._objects:
             raise InvalidRequest(f"There is no object {handle!r}.")
-        target = self._kept[handle]
+        target = self._objects[handle]
         function = target if method == "call" else getattr(target, method, None)
         if method.startswith("_") or not callable(function):
             raise InvalidRequest(f"{type(target).__name__} has no method {method!r}.")
@@ -72,7 +72,7 @@ class UserObjects:
         for arguments in calls:
             result = function(*arguments)
             if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result))
+                result = asyncio.run(_await_value(result))
             try:
                 json.dumps(result)
             except (TypeError, ValueError) as error:
@@ -81,5 +81,5 @@ class UserObjects:
         return results
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value
