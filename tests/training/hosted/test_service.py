@@ -22,7 +22,7 @@ def test_download_from_a_silent_server_ends(tmp_path: Path, monkeypatch: pytest.
 
         def fetch() -> None:
             try:
-                service._fetched(f"http://127.0.0.1:{server.getsockname()[1]}/a", tmp_path, "a")
+                service._download_file(f"http://127.0.0.1:{server.getsockname()[1]}/a", tmp_path, "a")
             except OSError as error:
                 failed.append(error)
 

@@ -227,7 +227,7 @@ def test_steps_that_cannot_be_captured_are_computed(
 
 
 def test_few_shapes_are_left() -> None:
-    rounded = decode_steps._rounded
+    rounded = decode_steps._round_up
     assert {rounded(rows, 8, 1) for rows in range(1, 257)} == {8, 16, 32, 64, 128, 256}
     assert all(count <= rounded(count, 64, 2) <= 1.5 * count + 64 for count in range(1, 5000))
     assert len({rounded(count, 64, 2) for count in range(1, 4097)}) < 15

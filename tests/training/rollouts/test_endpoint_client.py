@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.rollout_stand_ins import only_environment
 from tests.support.services.openai_stand_in import OpenAiStandIn
-from toprope.analysis.reports.report import _tested
+from toprope.analysis.reports.report import _summarise_test
 from toprope.errors import ComponentFailed
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.records.run.tested_models import TestedModel, best_model
@@ -216,7 +216,7 @@ def test_errors_of_a_model_have_no_reward_and_make_it_no_better(tmp_path: Path, 
         return failing.model_copy(update={"name": name, "sampled": sampled, "scores": [list(rewards)]})
 
     def best(*models: TestedModel) -> str:
-        found, told = best_model(models), _tested(models)
+        found, told = best_model(models), _summarise_test(models)
         assert found is not None and told is not None and told.best == found.name
         return found.name
 

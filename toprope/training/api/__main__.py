@@ -90,14 +90,14 @@ async def run(member: CrewMember) -> None:
             broken.append(error)
             ending.set()
 
-        remembered = member.folder.journal / "api.port"
+        port_file = member.folder.journal / "api.port"
 
         def ready(address: str) -> None:
             try:
-                remembered.parent.mkdir(parents=True, exist_ok=True)
-                remembered.write_text(str(urlsplit(address).port))
+                port_file.parent.mkdir(parents=True, exist_ok=True)
+                port_file.write_text(str(urlsplit(address).port))
             except OSError as error:  # harms only programs that know the former address
-                print(f"{remembered} could not be written: {error}", file=sys.stderr, flush=True)
+                print(f"{port_file} could not be written: {error}", file=sys.stderr, flush=True)
             member.report(Ready(address))
 
         commit, matcher = GroupCommit(journal, disk_failed), InferenceMatcher(member.secret)
@@ -115,7 +115,7 @@ async def run(member: CrewMember) -> None:
                 create_app(store, member.secret, commit=commit, matcher=matcher),
                 ready,
                 ending,
-                port=_former_port(remembered),
+                port=_former_port(port_file),
                 listener=_inherited_socket(),
                 http=protocol(),
                 timeout_keep_alive=75,
@@ -179,10 +179,10 @@ def _inherited_socket() -> socket.socket | None:
     return socket.socket(fileno=int(descriptor)) if descriptor.isdecimal() else None
 
 
-def _former_port(remembered: Path) -> int:
+def _former_port(port_file: Path) -> int:
     """The port on which this run's API listened before, which outside environments know; 0 if unknown."""
     try:
-        port = int(remembered.read_text())
+        port = int(port_file.read_text())
     except (OSError, ValueError):
         return 0
     return port if 1024 <= port < 65_536 else 0
@@ -214,10 +214,10 @@ async def _release_waiters(ending: asyncio.Event, store: TrajectoryStore) -> Non
 
 
 async def _report_counts(member: CrewMember, store: TrajectoryStore) -> None:
-    reported = -1
+    reported_changes = -1
     while True:
-        if store.changes != reported:
-            reported = store.changes
+        if store.changes != reported_changes:
+            reported_changes = store.changes
             member.report(_counts_report(store))
             try:
                 store.save_counts()

@@ -209,7 +209,7 @@ class CrewMember:
     def _listen(self, descriptor: int) -> None:
         # os.read, because a daemon thread in a buffered read of sys.stdin aborts the interpreter at exit.
         pending = b""
-        while chunk := _read(descriptor):
+        while chunk := _read_chunk(descriptor):
             *lines, pending = (pending + chunk).split(b"\n")
             for line in lines:
                 if (order := decode_order(line)) is not None:
@@ -238,7 +238,7 @@ class CrewMember:
                 pass
 
 
-def _read(descriptor: int) -> bytes:
+def _read_chunk(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 65536)
     except OSError:

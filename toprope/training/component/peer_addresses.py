@@ -32,18 +32,18 @@ def resolver(address: Address) -> Callable[[], str | None]:
         ValueError: The address is not an http URL.
     """
     if isinstance(address, str):
-        fixed = _checked(address)
+        fixed = _check_url(address)
         return lambda: fixed
     current = address
 
-    def now() -> str | None:
-        found = current()
-        return None if found is None else _checked(found)
+    def resolve() -> str | None:
+        url = current()
+        return None if url is None else _check_url(url)
 
-    return now
+    return resolve
 
 
-def _checked(url: str) -> str:
+def _check_url(url: str) -> str:
     if not url.startswith("http://"):
         raise ValueError(f"{url!r} is not an http URL")
     return url.rstrip("/")

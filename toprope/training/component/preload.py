@@ -89,7 +89,7 @@ def _is_gone(keeper: socket.socket) -> bool:
 def _serve(request: dict[str, Any], descriptors: Sequence[int], keeper: socket.socket, guard: _Guard) -> None:
     """Fork a guard whose parent is gone, and answer. The guard begins after the answer: if this process is killed
     before, the keeper starts another one."""
-    found, told = os.pipe()
+    reading, writing = os.pipe()
     begun, begin = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -97,12 +97,12 @@ def _serve(request: dict[str, Any], descriptors: Sequence[int], keeper: socket.s
             _call("prctl", _DUMPABLE, 1, 0, 0, 0)  # else the maps of a namespace could not be written
             outer = _unshare() if request["namespace"] else -1
             if pid := os.fork():
-                os.write(told, str(pid).encode())
+                os.write(writing, str(pid).encode())
                 os._exit(0)
             if outer >= 0:
                 _settle()
-            os.write(told, b"+")
-            for descriptor in (found, told, begin, keeper.detach()):
+            os.write(writing, b"+")
+            for descriptor in (reading, writing, begin, keeper.detach()):
                 os.close(descriptor)
             if os.read(begun, 1):
                 os.close(begun)
@@ -111,10 +111,10 @@ def _serve(request: dict[str, Any], descriptors: Sequence[int], keeper: socket.s
             traceback.print_exc()
         finally:
             os._exit(127)
-    os.close(told)
+    os.close(writing)
     os.waitpid(middle, 0)
-    with os.fdopen(found, "rb") as told_by_both:
-        ready, number = told_by_both.read(), b""
+    with os.fdopen(reading, "rb") as reports:
+        ready, number = reports.read(), b""
     if b"+" in ready:
         number = ready.replace(b"+", b"")
     answer = {"pid": int(number)} if number.isdigit() else {"error": "the guard was not forked"}
@@ -174,10 +174,10 @@ def _run_guard(request: dict[str, Any], descriptors: Sequence[int], guard: _Guar
         options += [name, str(descriptor)]
         if name == "--report":
             variables[request["report_variable"]] = str(descriptor)
-            kept = {0, 1, 2, descriptor}
+            kept_descriptors = {0, 1, 2, descriptor}
 
     def program() -> None:
-        _run_program(request["module"], request["arguments"], variables, kept)
+        _run_program(request["module"], request["arguments"], variables, kept_descriptors)
 
     arguments = [*options, "--", sys.executable, "-P", "-m", request["module"], *request["arguments"]]
     show_arguments([sys.executable, sys.argv[2], *arguments])

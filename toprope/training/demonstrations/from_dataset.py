@@ -64,25 +64,27 @@ async def write_dataset_demonstrations(
     aside = path.with_name(f".{path.name}")
     aside.unlink(missing_ok=True)
     traces: list[Trace] = []
-    taken = left = empty = 0
+    used = of_heldout = empty = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             item = _decode(line)
             state = [{"role": "user", "content": item.state}] if isinstance(item.state, str) else item.state
             action = [{"role": "assistant", "content": item.action}] if isinstance(item.action, str) else item.action
-            answered = any(one.get("role") == "assistant" and str(one.get("content") or "").strip() for one in action)
-            if not state or not answered:
+            has_answer = any(
+                message.get("role") == "assistant" and str(message.get("content") or "").strip() for message in action
+            )
+            if not state or not has_answer:
                 empty += 1
                 continue
             prompt_id = content_id(state)
             task = str(item.metadata.get("task") or prompt_id)
             first = str(item.metadata.get("first_task") or task)  # of the item that a mutation copied
             ids = {prompt_id, str(item.metadata.get("first_prompt")), task, first}
-            ids |= {one.rpartition("/")[2] for one in (task, first)}  # tasks of a mixture are ENVIRONMENT/ID
+            ids |= {name.rpartition("/")[2] for name in (task, first)}  # tasks of a mixture are ENVIRONMENT/ID
             if not heldout.isdisjoint(ids):
-                left += 1
+                of_heldout += 1
                 continue
-            taken += 1
+            used += 1
             on_item(str(item.metadata.get("environment") or source.name), task, state)
             traces.append(
                 Trace(
@@ -91,7 +93,7 @@ async def write_dataset_demonstrations(
                     messages=[*state, *action],
                     reward=item.reward,
                     parts=_parts(item.metadata.get("parts")),
-                    turns=sum(one.get("role") == "assistant" for one in action),
+                    turns=sum(message.get("role") == "assistant" for message in action),
                     teacher=source.name,
                     verdict={name: item.metadata[name] for name in _VERDICT if name in item.metadata},
                     first_messages=len(state),
@@ -102,15 +104,17 @@ async def write_dataset_demonstrations(
                 traces = []
                 progress("reading the data set", number, source.items)
     append_traces(aside, traces)
-    if not taken:
+    if not used:
         aside.unlink(missing_ok=True)
         raise InvalidValue(
-            f"Nothing of {source.name} can be learned from: {left} items are of held-out tasks, {empty} lack a "
+            f"Nothing of {source.name} can be learned from: {of_heldout} items are of held-out tasks, {empty} lack a "
             "question or an answer.",
             hint="Build the data set of other tasks, or set sft.dataset to another.",
         )
-    if left or empty:
-        print(f"{source.name}: {left} items of held-out tasks and {empty} without words were left out", flush=True)
+    if of_heldout or empty:
+        print(
+            f"{source.name}: {of_heldout} items of held-out tasks and {empty} without words were left out", flush=True
+        )
     os.replace(aside, path)
     progress("reading the data set", source.items, source.items)
     return path
@@ -118,20 +122,20 @@ async def write_dataset_demonstrations(
 
 def _parts(value: Any) -> dict[str, float]:
     """The numeric parts of a reward; items from outside may have anything there."""
-    found = value.items() if isinstance(value, dict) else ()
-    return {name: float(part) for name, part in found if isinstance(part, int | float)}
+    items = value.items() if isinstance(value, dict) else ()
+    return {name: float(part) for name, part in items if isinstance(part, int | float)}
 
 
 def _require_unchanged(file: Path, source: DatasetSource) -> None:
     try:
-        with file.open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise ComponentFailed(
             f"The data set {source.name} cannot be read: {file}: {error.strerror or error}.",
             hint="It was moved or removed since the run was started. Set sft.dataset to one that is there.",
         ) from None
-    if found != source.sha256:
+    if digest != source.sha256:
         raise Corrupt(
             f"The data set {source.name} is not what was frozen with this run: {file} has another SHA-256.",
             hint="A version never changes: build a new one, and set sft.dataset to it.",
@@ -140,14 +144,14 @@ def _require_unchanged(file: Path, source: DatasetSource) -> None:
 
 async def _heldout_ids(hosts: Sequence[EnvironmentHost], specification: Specification) -> set[str]:
     """Ids of the held-out tasks that evaluations use, and ids of their prompts."""
-    found: set[str] = set()
+    ids: set[str] = set()
     for host in hosts:
         worker = await host.worker.current()
         evaluated = min(specification.config.evaluation.heldout_tasks, host.sizes.get("heldout", 0))
-        wanted = host.number("heldout", evaluated - 1) + 1 if evaluated else 0
-        for start in range(0, wanted, _HELDOUT_PIECE):
-            count = min(_HELDOUT_PIECE, wanted - start)
+        total = host.number("heldout", evaluated - 1) + 1 if evaluated else 0
+        for start in range(0, total, _HELDOUT_PIECE):
+            count = min(_HELDOUT_PIECE, total - start)
             page = await worker.tasks("heldout", start, count, timeout=host.plan.section.load_timeout_s)
             for task in page.tasks if not page.shared else ():  # too few to hold any out
-                found |= {task.id, content_id(task.messages)}
-    return found
+                ids |= {task.id, content_id(task.messages)}
+    return ids

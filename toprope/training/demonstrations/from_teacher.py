@@ -50,18 +50,18 @@ async def write_teacher_demonstrations(
 
     Raises: see `DemonstrationCollector.collect`.
     """
-    wanted = specification.config.sft.tasks
+    tasks = specification.config.sft.tasks
     shares = mixture_shares([MixtureEntry(host.label, host.plan.weight, host.plan.min_share) for host in hosts])
-    found: list[Trace] = []
+    traces: list[Trace] = []
     for host in hosts:
         cache, timeout_s = cache_path(specification, host), host.plan.section.call_timeout_s
         collector = DemonstrationCollector(host.worker, specification, cache, teacher, progress, timeout_s)
         try:
-            found += await collector.collect(max(1, round(wanted * shares[host.label])))
+            traces += await collector.collect(max(1, round(tasks * shares[host.label])))
         except (TopropeError, WorkerFailure) as error:
             raise host.name_error(error) from error
     with replacing(path) as temporary:
-        append_traces(temporary, found)
+        append_traces(temporary, traces)
     return path
 
 
@@ -119,7 +119,7 @@ class DemonstrationCollector:
             self._cache.unlink(missing_ok=True)
         else:
             known = {(trace.task_id, trace.variant): trace for trace in read_traces(self._cache)}
-        kept: dict[int, list[Trace]] = defaultdict(list)
+        traces_by_task: dict[int, list[Trace]] = defaultdict(list)
         fresh: list[Trace] = []
         done = 0
         limit = asyncio.Semaphore(_TASKS_AT_ONCE)
@@ -130,11 +130,11 @@ class DemonstrationCollector:
                 for variant in range(self._section.traces_per_task):
                     trace, is_new = await self._try_to_solve(index, variant, known)
                     if trace is not None:
-                        kept[index].append(trace)
+                        traces_by_task[index].append(trace)
                         if is_new:
                             fresh.append(trace)
             done += 1
-            self._count_task(bool(kept[index]))
+            self._count_task(bool(traces_by_task[index]))
             self._progress("collecting demonstrations", done, tasks)
             if len(fresh) >= _FLUSH_EVERY:
                 append_traces(self._cache, fresh)
@@ -149,10 +149,10 @@ class DemonstrationCollector:
         finally:
             if fresh:
                 append_traces(self._cache, fresh)
-        found = [trace for index in sorted(kept) for trace in kept[index]]
-        if not found:
+        traces = [trace for index in sorted(traces_by_task) for trace in traces_by_task[index]]
+        if not traces:
             raise self._no_solution()
-        return found
+        return traces
 
     def _count_task(self, solved: bool) -> None:
         self._solved += solved

@@ -75,10 +75,10 @@ class ContaminationTracker:
         n = self._n or _length(self._texts[_SEALED])
         whole = self._whole
         sealed = [set(_passages(words, n)) for words in self._texts[_SEALED]]
-        common = Counter(one for passages in sealed for one in passages)
+        common = Counter(passage for passages in sealed for passage in passages)
         limit = max(1, len(sealed) // 20)
-        rare = [{one for one in passages if common[one] <= limit} for passages in sealed]
-        overlapping = sum(any(0 < self._passages[one] <= _TEMPLATE for one in passages) for passages in rare)
+        rare = [{passage for passage in passages if common[passage] <= limit} for passages in sealed]
+        overlapping = sum(any(0 < self._passages[passage] <= _TEMPLATE for passage in passages) for passages in rare)
         return {
             "seen": {split: len(ids) for split, ids in self._ids.items()},
             "copies": {
@@ -107,8 +107,8 @@ def _hash(words: Sequence[str]) -> int:
     return int.from_bytes(hashlib.blake2b(" ".join(words).encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
-def _count_shared(counted: Counter[int], other: Counter[int]) -> int:
-    return sum(count for content, count in counted.items() if content in other)
+def _count_shared(counts: Counter[int], contents: Counter[int]) -> int:
+    return sum(count for content, count in counts.items() if content in contents)
 
 
 def write_contamination(folder: RunFolder, attempt: int, tracker: ContaminationTracker) -> None:

@@ -225,8 +225,8 @@ class GroupProducer:
             await self._evaluate_if_due(missing.version)
             await self._measure_due_levels(missing.version)
             await self._member.hold_async()
-            wanted = 1 if one_by_one else min(-(-missing.rows // rollout.group_size), rollout.concurrency)
-            await asyncio.gather(*(self._sample_group() for _ in range(wanted)))
+            groups = 1 if one_by_one else min(-(-missing.rows // rollout.group_size), rollout.concurrency)
+            await asyncio.gather(*(self._sample_group() for _ in range(groups)))
 
     async def _sample_group(self) -> int:
         """Samples and posts one group; returns how many groups wait for the trainer."""

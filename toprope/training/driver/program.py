@@ -195,8 +195,8 @@ class Driver:
             on_group=self._track_contamination,
         )
 
-    def _report_progress(self, what: str, done: int, total: int) -> None:
-        self._member.report(Progress(what, done, total))
+    def _report_progress(self, activity: str, done: int, total: int) -> None:
+        self._member.report(Progress(activity, done, total))
 
     async def _collect_demonstrations(self) -> Path:
         """Writes the demonstrations that the trainer learns from into the run's folder; returns the file."""
@@ -215,10 +215,10 @@ class Driver:
         if model is not None and model.endpoint is not None:
             teacher = EndpointClient(model.endpoint, self._keys.get(model.endpoint.key or ""), self._purse)
         try:
-            written = await write_teacher_demonstrations(self._hosts, self._spec, path, teacher, self._report_progress)
-            for trace in read_traces(written):
+            file = await write_teacher_demonstrations(self._hosts, self._spec, path, teacher, self._report_progress)
+            for trace in read_traces(file):
                 self._trained.add(trace.task_id, trace.prompt)
-            return written
+            return file
         finally:
             if teacher is not None:
                 await teacher.close()
@@ -251,10 +251,10 @@ class Driver:
 
     async def _evaluate_before(self, environments: EnvironmentSet, evaluator: Evaluator) -> None:
         # A resumed run has another policy by now, so the first attempt's evaluation stays.
-        if (known := self._read_evaluation("before")) is None:
+        if (summary := self._read_evaluation("before")) is None:
             await self.evaluate(environments, evaluator, "before")
         else:
-            self._member.report(Evaluated("before", known))
+            self._member.report(Evaluated("before", summary))
 
     async def evaluate(self, environments: EnvironmentSet, evaluator: Evaluator, label: str) -> None:
         """Runs and reports the evaluation `before` or `after` training."""
@@ -273,8 +273,8 @@ class Driver:
 
     def _count_examples(self, environments: EnvironmentSet) -> int:
         """Number of example tasks: as many as configured, and at least one of each environment."""
-        wanted = self._config.evaluation.examples
-        return environments.count("validation", max(1, wanted // len(self._hosts)) if wanted else 0)
+        examples = self._config.evaluation.examples
+        return environments.count("validation", max(1, examples // len(self._hosts)) if examples else 0)
 
     async def test(self, plan: TestPlan, environments: EnvironmentSet, evaluator: Evaluator) -> None:
         """Runs and reports a test of the policy."""

@@ -109,8 +109,8 @@ class Evaluator:
         """
         began = time.time()
         groups = await self._sample(f"evaluating ({label})", SEALED, tasks, 1, self._sampling)
-        shown = await self._sample("answering examples", "validation", examples, 1, self._sampling.greedy())
-        result = self._result(label, began, groups, self._summary(SEALED, groups), shown)
+        example_groups = await self._sample("answering examples", "validation", examples, 1, self._sampling.greedy())
+        result = self._result(label, began, groups, self._summary(SEALED, groups), example_groups)
         if greedy:
             most_likely = await self._sample(f"evaluating ({label}, greedy)", SEALED, tasks, 1, self._sampling.greedy())
             result["greedy"] = self._summary(SEALED, most_likely)
@@ -128,11 +128,11 @@ class Evaluator:
         began = time.time()
         groups = await self._sample("testing", "validation", tasks, group_size, self._sampling)
 
-        def summary(own: list[SampledGroup]) -> dict[str, Any]:
-            return {"split": self._measured("validation", own)} | summarize_test(own, group_size)
+        def summary(selected: list[SampledGroup]) -> dict[str, Any]:
+            return {"split": self._measured_split("validation", selected)} | summarize_test(selected, group_size)
 
-        counted = self._counted(groups)
-        by_task = results_by_task(counted) | {"scores": scores_by_task(_judged(counted))}
+        counted = self._counted_groups(groups)
+        by_task = results_by_task(counted) | {"scores": scores_by_task(_judged_groups(counted))}
         sampled = summary(counted) | {"by_task": by_task} | _by_environment(groups, summary)
         result = self._result("test", began, groups, sampled, groups[:_MAX_TEST_EXAMPLES])
         return await self._write("test", result, began)
@@ -140,19 +140,19 @@ class Evaluator:
     def _summary(self, split: str, groups: list[SampledGroup]) -> dict[str, Any]:
         """Summarize one answer per task, with results by task and figures of each environment."""
 
-        def summary(own: list[SampledGroup]) -> dict[str, Any]:
-            outcomes = [outcome for group in own for outcome in group.outcomes]
-            return {"split": self._measured(split, own)} | summarize(outcomes) | _answer_statistics(own)
+        def summary(selected: list[SampledGroup]) -> dict[str, Any]:
+            outcomes = [outcome for group in selected for outcome in group.outcomes]
+            return {"split": self._measured_split(split, selected)} | summarize(outcomes) | _answer_statistics(selected)
 
-        counted = self._counted(groups)
+        counted = self._counted_groups(groups)
         return summary(counted) | {"by_task": results_by_task(counted)} | _by_environment(groups, summary)
 
-    def _counted(self, groups: list[SampledGroup]) -> list[SampledGroup]:
+    def _counted_groups(self, groups: list[SampledGroup]) -> list[SampledGroup]:
         """Return the groups that the figures of all environments together count."""
         apart = self._environments.count_apart()
         return [group for group in groups if group.environment not in apart]
 
-    def _measured(self, split: str, groups: list[SampledGroup]) -> str:
+    def _measured_split(self, split: str, groups: list[SampledGroup]) -> str:
         """Return the split that these groups measure; see `EnvironmentSet.measured_split`."""
         labels = {group.environment for group in groups}
         return self._environments.measured_split(split, labels.pop() if len(labels) == 1 else "")
@@ -178,7 +178,7 @@ class Evaluator:
             "examples": [example_record(group) for group in examples or []],
         }
 
-    async def _sample(self, what: str, split: str, tasks: int, size: int, sampling: Sampling) -> list[SampledGroup]:
+    async def _sample(self, activity: str, split: str, tasks: int, size: int, sampling: Sampling) -> list[SampledGroup]:
         done = 0
 
         async def sample(index: int) -> SampledGroup:
@@ -193,7 +193,7 @@ class Evaluator:
                 group = _without_error_texts(group)
             done += 1
             if done % 20 == 0 or done == tasks:
-                self._progress(what, done, tasks)
+                self._progress(activity, done, tasks)
             return group
 
         try:
@@ -229,7 +229,7 @@ def next_due(folder: RunFolder, step: int, every: int) -> int:
     Earlier attempts' evaluations count unless they are of later steps, which are taken again.
     """
     labels = [path.stem.removeprefix("step-") for path in folder.evaluations.glob("step-*.json")]
-    newest = max((int(one) for one in labels if one.isdecimal() and int(one) <= step), default=0)
+    newest = max((int(number) for number in labels if number.isdecimal() and int(number) <= step), default=0)
     return (newest // every + 1) * every
 
 
@@ -260,9 +260,9 @@ def status_summary(result: Mapping[str, Any]) -> dict[str, Any]:
     if greedy is not None:
         summary["greedy_accuracy"] = greedy["accuracy"]
     if environments := sampled.get("environments"):
-        kept = ("split", "accuracy", "tasks", "successes", "reward_mean", "errors")
+        keys = ("split", "accuracy", "tasks", "successes", "reward_mean", "errors")
         summary["environments"] = {
-            label: {key: one[key] for key in kept if key in one} for label, one in environments.items()
+            label: {key: figures[key] for key in keys if key in figures} for label, figures in environments.items()
         }
     return summary | {"seconds": result["seconds"], "policy_version": result["policy_version"]}
 
@@ -270,14 +270,14 @@ def status_summary(result: Mapping[str, Any]) -> dict[str, Any]:
 def results_by_task(groups: list[SampledGroup]) -> dict[str, Any]:
     """Results in the order of the split: `tasks`, the hashes of the tasks' contents, and `wins`, the number of
     successful answers to each. Tasks with an unjudged answer are in `unjudged`: their wins compare with no others."""
-    judged = _judged(groups)
-    found: dict[str, Any] = {
+    judged = _judged_groups(groups)
+    results: dict[str, Any] = {
         "tasks": [_task_of(group) for group in judged],
         "wins": [sum(outcome.success for outcome in group.outcomes) for group in judged],
     }
     if len(judged) < len(groups):
-        found["unjudged"] = sorted({_task_of(group) for group in groups} - set(found["tasks"]))
-    return found
+        results["unjudged"] = sorted({_task_of(group) for group in groups} - set(results["tasks"]))
+    return results
 
 
 def _task_of(group: SampledGroup) -> str:
@@ -286,10 +286,10 @@ def _task_of(group: SampledGroup) -> str:
 
 def scores_by_task(groups: list[SampledGroup]) -> list[list[float]]:
     """The rewards of all answers to each task, with six significant digits; errors have none."""
-    return [[float(f"{one.reward:.6g}") for one in group.outcomes if one.error is None] for group in groups]
+    return [[float(f"{outcome.reward:.6g}") for outcome in group.outcomes if outcome.error is None] for group in groups]
 
 
-def _judged(groups: list[SampledGroup]) -> list[SampledGroup]:
+def _judged_groups(groups: list[SampledGroup]) -> list[SampledGroup]:
     """Return the groups without an unjudged answer."""
     return [group for group in groups if not any(outcome.unjudged for outcome in group.outcomes)]
 
@@ -375,15 +375,15 @@ def summarize_test(groups: list[SampledGroup], group_size: int) -> dict[str, Any
     `parsed` is 0).
     """
     outcomes = [outcome for group in groups for outcome in group.outcomes]
-    judged = [[one.success for one in group.outcomes if not one.unjudged] for group in groups]
-    solved = [own for own in judged if own]
+    successes_by_task = [[outcome.success for outcome in group.outcomes if not outcome.unjudged] for group in groups]
+    solved = [successes for successes in successes_by_task if successes]
     return summarize(outcomes) | {
         "rollouts": sum(map(len, solved)),
         "tasks": len(solved),
         "group_size": group_size,
         "parse_failures": _parse_failures(groups),
         "pass_at_k": sum(map(any, solved)) / len(solved) if solved else None,
-        "all_wrong_share": sum(not any(own) for own in solved) / len(solved) if solved else None,
+        "all_wrong_share": sum(not any(successes) for successes in solved) / len(solved) if solved else None,
         "all_right_share": sum(map(all, solved)) / len(solved) if solved else None,
         "signal_share": sum(map(_has_signal, groups)) / len(groups) if groups else None,
     }
@@ -391,9 +391,9 @@ def summarize_test(groups: list[SampledGroup], group_size: int) -> dict[str, Any
 
 def _has_signal(group: SampledGroup) -> bool:
     """Return True if rewards that are compared differ, so that training on the group teaches something."""
-    rewards = [one.reward for one in lower_errors(group.outcomes)]
-    sets = [[rewards[one] for one in peers] for _, peers in comparisons(group.outcomes)]
-    return any(max(own) - min(own) > 1e-9 for own in sets)
+    rewards = [outcome.reward for outcome in lower_errors(group.outcomes)]
+    sets = [[rewards[peer] for peer in peers] for _, peers in comparisons(group.outcomes)]
+    return any(max(compared) - min(compared) > 1e-9 for compared in sets)
 
 
 def failed_group(index: int, size: int, error: str, environment: str = "") -> SampledGroup:

@@ -155,10 +155,10 @@ class _ModelTest:
     def _result(self, policy: Policy | None, error: str | None, seconds: float) -> TestedModel:
         endpoint = self._model.endpoint
         groups = [self._groups[index] for index in sorted(self._groups)]
-        used: dict[str, Any] = {}
+        costs: dict[str, Any] = {}
         if isinstance(policy, EndpointClient) and endpoint is not None:
             usage = policy.usage
-            used = {
+            costs = {
                 "retries": usage.retries,
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
@@ -166,13 +166,13 @@ class _ModelTest:
             }
         elif groups:
             turns = [turn for group in groups for rollout in group.turns for turn in rollout]
-            used = {
+            costs = {
                 "prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
                 "completion_tokens": sum(len(turn.completion_ids) for turn in turns),
             }
         if error is None and not groups:
             error = "No task was answered."
-        elif error is None and all(one.unjudged for group in groups for one in group.outcomes):
+        elif error is None and all(outcome.unjudged for group in groups for outcome in group.outcomes):
             error = f"No answer could be judged. {groups[0].outcomes[0].error}"
         return TestedModel(
             name=self._model.name,
@@ -183,7 +183,7 @@ class _ModelTest:
             examples=[] if error else [example_record(group) for group in groups[:_EXAMPLES]],
             seconds=round(seconds, 3),
             unanswered=len(self._unanswered),
-            **used,
+            **costs,
         )
 
 
@@ -194,6 +194,6 @@ def models_summary(models: Sequence[TestedModel]) -> dict[str, Any]:
         "models": {model.name: model.sampled and model.sampled["accuracy"] for model in models},
     }
     if (best := best_model(models)) is not None and best.sampled is not None:
-        kept = ("split", "accuracy", "tasks", "successes", "rollouts", "reward_mean", "errors")
-        summary |= {"best": best.name} | {key: best.sampled[key] for key in kept}
+        keys = ("split", "accuracy", "tasks", "successes", "rollouts", "reward_mean", "errors")
+        summary |= {"best": best.name} | {key: best.sampled[key] for key in keys}
     return summary

@@ -43,14 +43,14 @@ async def answer_questions(member: CrewMember) -> None:
         nonlocal done
         async with limit:
             try:
-                found = await policy.chat(list(messages), sampling, n=plan.answers)
+                samples = await policy.chat(list(messages), sampling, n=plan.answers)
             except (InvalidValue, ComponentFailed) as error:
                 result = AnsweredConversation(messages=messages, error=str(error))
             else:
                 result = AnsweredConversation(
                     messages=messages,
-                    answers=[one.text for one in found],
-                    truncated=[one.truncated for one in found],
+                    answers=[sample.text for sample in samples],
+                    truncated=[sample.truncated for sample in samples],
                 )
         done += 1
         member.report(Progress("asking", done, len(plan.conversations)))
@@ -61,7 +61,7 @@ async def answer_questions(member: CrewMember) -> None:
     finally:
         await policy.close()
     write_answers(member.folder, answers)
-    failed = sum(one.error is not None for one in answers)
+    failed = sum(conversation.error is not None for conversation in answers)
     member.report(Evaluated("ask", {"asked": len(answers), "failed": failed}))
     member.report(Finished())
 
@@ -71,13 +71,13 @@ async def _serve(member: CrewMember, seconds: float) -> None:
     ends. The key opens questions to the policy alone."""
     key = session_key(member.secret, UNRECORDED)
     began = time.monotonic()
-    until, told, address = time.time() + seconds, float("-inf"), None
+    until, reported_at, address = time.time() + seconds, float("-inf"), None
     while (passed := time.monotonic() - began) < seconds and not member.ending.is_set():
         if (now := member.peer("inference")) is not None and now != address:  # it changes if inference is restarted
             address = now
             write_served(member.folder, key, Served(url=f"{address}/v1", until=until))
-        if passed - told > _TELL_S:
-            told = passed
+        if passed - reported_at > _TELL_S:
+            reported_at = passed
             member.report(Progress("serving", round(passed), round(seconds)))
         await asyncio.sleep(_LOOK_S)
     member.report(Evaluated("ask", {}))

@@ -31,7 +31,7 @@ from toprope.training.rollouts.workers.walls import environment_wall, missing_wa
 
 _NAME = "standard-tasks"
 """Name of the walled program in the owner's rights, and of its HOME, which keeps downloaded data."""
-_SAID = 600
+_LONGEST_MESSAGE = 600
 _TAIL = 1 << 16
 """Bytes of Inspect's output that are kept."""
 _MOST_BYTES, _MOST_METRICS, _MOST_CHARACTERS = 512_000_000, 100, 100
@@ -77,8 +77,8 @@ async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks)
         ComponentFailed: A task failed as a whole, or the policy cannot be reached.
     """
     key = session_key(member.secret, UNRECORDED)
-    kept = member.folder.path / "inspect"
-    kept.mkdir(mode=0o700, exist_ok=True)
+    inspect_folder = member.folder.path / "inspect"
+    inspect_folder.mkdir(mode=0o700, exist_ok=True)
     command = [
         tasks.python, "-m", PACKAGE, "eval", *tasks.names, "--model", "openai-api/toprope/policy", "--log-dir", ".",
         "--log-format", "json", "--display", "none", "--no-fail-on-error", "--temperature", str(plan.temperature),
@@ -88,16 +88,17 @@ async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks)
     member.report(Progress("standard tasks", 0, len(tasks.names)))
     url = ""
     while url != (url := await member.address_async("inference")):  # Inspect cannot follow to another address
-        logs = Path(tempfile.mkdtemp(prefix="try-", dir=kept))  # logs of earlier tries do not count
-        code, said = await _run_walled(member, tasks, command, logs, url, key)
-    said = said.replace(key, "***")[len(key) :]  # the tail may begin within a key
-    print(said, flush=True)
+        logs = Path(tempfile.mkdtemp(prefix="try-", dir=inspect_folder))  # logs of earlier tries do not count
+        code, output = await _run_walled(member, tasks, command, logs, url, key)
+    output = output.replace(key, "***")[len(key) :]  # the tail may begin within a key
+    print(output, flush=True)
     if code:
         raise ComponentFailed(
-            f"Inspect ended with status {code}: {visible(said.strip())[-_SAID:]}", hint="Check the names of the tasks."
+            f"Inspect ended with status {code}: {visible(output.strip())[-_LONGEST_MESSAGE:]}",
+            hint="Check the names of the tasks.",
         )
     scores = await asyncio.to_thread(read_scores, logs)
-    found = Measurement(
+    measurement = Measurement(
         names=tasks.names,
         limit=tasks.limit,
         step=tasks.step,
@@ -109,9 +110,9 @@ async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks)
     trained = RunFolder(member.folder.path.parent / tasks.run)
     for folder in (member.folder, trained):
         if folder.path.is_dir():  # that of the other run is not on every node of a cluster
-            add_measurement(folder, member.folder.run_id, found)
-    samples = {one.task: one for one in scores}.values()
-    counts = {"asked": sum(one.samples for one in samples), "failed": sum(one.failed for one in samples)}
+            add_measurement(folder, member.folder.run_id, measurement)
+    samples = {score.task: score for score in scores}.values()
+    counts = {"asked": sum(score.samples for score in samples), "failed": sum(score.failed for score in samples)}
     member.report(Evaluated("ask", counts))
     member.report(Finished())
 
@@ -122,8 +123,10 @@ async def _run_walled(
     """Run Inspect behind its wall; returns its status and the end of its output."""
     files = [path for name in tasks.names if os.path.isabs(path := name.partition("@")[0])]
     source = EnvironmentSource(name=_NAME, file=files[0] if files else None)
-    kept = {name: value for name, value in os.environ.items() if name == ENV_FOLDER or not name.startswith("TOPROPE_")}
-    variables = worker_environment({**kept, "TOPROPE_BASE_URL": f"{url}/v1", "TOPROPE_API_KEY": key})
+    inherited = {
+        name: value for name, value in os.environ.items() if name == ENV_FOLDER or not name.startswith("TOPROPE_")
+    }
+    variables = worker_environment({**inherited, "TOPROPE_BASE_URL": f"{url}/v1", "TOPROPE_API_KEY": key})
     # Without a network it still reaches the policy, over a loopback of its own.
     wall = environment_wall(passed_on(), source, network="allow" if tasks.network == "allow" else "own")
     enclosure = await asyncio.to_thread(Enclosure.prepare, wall, command, variables, str(logs))
@@ -167,7 +170,7 @@ def read_scores(logs: Path) -> list[StandardScore]:
     Raises:
         ComponentFailed: A task failed as a whole, or left no scores; or a file is no log.
     """
-    found: list[StandardScore] = []
+    all_scores: list[StandardScore] = []
     room = _MOST_BYTES
     for path in sorted(logs.glob("*.json")):
         try:
@@ -175,12 +178,12 @@ def read_scores(logs: Path) -> list[StandardScore]:
             log = _Log.model_validate_json(content)
         except (OSError, ValueError) as error:
             first = error.errors()[0] if isinstance(error, ValidationError) else None
-            why = visible(str(error) if first is None else f"{first['loc']} {first['msg']}", _SAID)
+            why = visible(str(error) if first is None else f"{first['loc']} {first['msg']}", _LONGEST_MESSAGE)
             raise ComponentFailed(f"{path} cannot be read as a log of Inspect: {why}") from None
         room -= len(content)
         task = visible(log.eval.task, _MOST_CHARACTERS)
         if log.status != "success" or log.results is None:
-            why = visible((log.error.message if log.error else "") or f"it ended as {log.status}", _SAID)
+            why = visible((log.error.message if log.error else "") or f"it ended as {log.status}", _LONGEST_MESSAGE)
             raise ComponentFailed(f"The task {task} failed: {why}", hint=f"Inspect's log of it is {path}.")
         samples, scores = log.results.total_samples, []
         for score in log.results.scores:
@@ -197,7 +200,7 @@ def read_scores(logs: Path) -> list[StandardScore]:
                 for name, metric in score.metrics.items()
                 if metric.value is not None and math.isfinite(metric.value)
             ]
-        found += scores[:_MOST_METRICS]
-    if not found:
+        all_scores += scores[:_MOST_METRICS]
+    if not all_scores:
         raise ComponentFailed(f"Inspect left no scores in {logs}.")
-    return found
+    return all_scores

@@ -33,7 +33,7 @@ def run(member: CrewMember) -> int:
     try:
         folder = Path(member.address("policy"))
         policy = HostedPolicy.read(folder)
-        service = Service.connect(member.beat, lambda said: member.report(Warned(said)))
+        service = Service.connect(member.beat, lambda warning: member.report(Warned(warning)))
         tokenizer = load_tokenizer(folder, config.policy.chat_template_kwargs)
         engine = HostedEngine(
             service,

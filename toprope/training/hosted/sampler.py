@@ -86,14 +86,14 @@ class SamplerPublisher:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Pending:
     request: SamplingRequest
     tries: int = 0
 
 
 @dataclass(frozen=True)
-class _Answered:
-    asked: _Asked
+class _Outcome:
+    pending: _Pending
     answer: Any
     version: int
     entry: int | None
@@ -135,12 +135,12 @@ class HostedEngine(Engine):
         self._service, self._model, self._path, self._crew = service, model, path, crew
         self._tokenizer, self.end_ids, self.max_context = tokenizer, end_ids, max_context
         self._prices, self._purse, self._fail = prices, purse, fail
-        self._queue: queue.SimpleQueue[_Asked | _Answered | SamplingRequest | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Pending | _Outcome | SamplingRequest | None] = queue.SimpleQueue()
         self._waiting: dict[int, Done] = {}
         """Requests that are not answered yet, by their `id`."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._client: Any = None
-        self._seen: tuple[int, int] | None = None
+        self._stamp: tuple[int, int] | None = None
         self.version = self.batches = self.rows = self.tokens = 0
         self.busy_s = 0.0
         self._under_way, self._since = 0, 0.0
@@ -162,7 +162,7 @@ class HostedEngine(Engine):
     def submit(self, request: SamplingRequest, done: Done) -> None:
         """Queue a request; `done` is called in the engine's thread."""
         self._waiting[id(request)] = done
-        self._queue.put(_Asked(request))
+        self._queue.put(_Pending(request))
 
     def cancel(self, request: SamplingRequest) -> None:
         """Answer a request with `Cancelled`; the service finishes what it has begun, and it is paid for."""
@@ -174,14 +174,14 @@ class HostedEngine(Engine):
             if isinstance(item, SamplingRequest):
                 self._answer(item, Cancelled())
                 continue
-            asked = item.asked if isinstance(item, _Answered) else item
+            pending = item.pending if isinstance(item, _Outcome) else item
             try:
-                if isinstance(item, _Answered):
+                if isinstance(item, _Outcome):
                     self._finish(item)
                 else:
                     self._ask(item)
             except Exception as error:  # it is the answer to this request
-                self._give_up(asked, error)
+                self._give_up(pending, error)
         while self._waiting:
             self._waiting.popitem()[1](RuntimeError("the engine has stopped"))
 
@@ -190,53 +190,53 @@ class HostedEngine(Engine):
         if (done := self._waiting.pop(id(request), None)) is not None:
             done(Cancelled() if request.given_up else answer)
 
-    def _give_up(self, asked: _Asked, error: Exception) -> None:
+    def _give_up(self, pending: _Pending, error: Exception) -> None:
         """Repeat a request whose service or session was away, with a new sampling client; else fail it and the run."""
-        if isinstance(error, PeerAway) and asked.tries + 1 < _TRIES and not asked.request.given_up:
-            self._client = self._seen = None
-            self._queue.put(replace(asked, tries=asked.tries + 1))
+        if isinstance(error, PeerAway) and pending.tries + 1 < _TRIES and not pending.request.given_up:
+            self._client = self._stamp = None
+            self._queue.put(replace(pending, tries=pending.tries + 1))
             return
-        self._answer(asked.request, error)
+        self._answer(pending.request, error)
         if isinstance(error, TopropeError):
             self._fail(error)
 
     def _follow(self) -> None:
         """Adopt the weights that the trainer published last."""
         try:
-            found = os.stat(self._crew / _FILE)
-            now = (found.st_ino, found.st_mtime_ns)
+            status = os.stat(self._crew / _FILE)
+            stamp = (status.st_ino, status.st_mtime_ns)
         except FileNotFoundError:
-            now = None
-        if self._client is not None and now == self._seen:
+            stamp = None
+        if self._client is not None and stamp == self._stamp:
             return
         version, path = 0, self._path
-        if now is not None:
+        if stamp is not None:
             published = json.loads((self._crew / _FILE).read_bytes())
             version, path = int(published["version"]), str(published["path"])
         self._client = self._service.sampler(path, self._model)
-        self.version, self._seen = version, now
+        self.version, self._stamp = version, stamp
 
-    def _ask(self, asked: _Asked) -> None:
+    def _ask(self, pending: _Pending) -> None:
         import tinker
 
-        request = asked.request
+        request = pending.request
         if request.given_up:
             self._answer(request, Cancelled())
             return
         self._follow()
-        most = min(request.max_new_tokens, self.max_context - len(request.prompt_ids))
+        max_tokens = min(request.max_new_tokens, self.max_context - len(request.prompt_ids))
         # The service ends answers at these tokens, or at the texts of them if texts are to end answers too.
         stop: Any = sorted(self.end_ids)
         if request.stop:
             stop = [*request.stop, *(self._tokenizer.decode([token]) for token in stop)]
         entry = None
         if self._prices is not None:
-            entry = self._purse.reserve(request.n * self._prices.of_sampling(len(request.prompt_ids), most))
-        running = self._client.sample(
+            entry = self._purse.reserve(request.n * self._prices.of_sampling(len(request.prompt_ids), max_tokens))
+        future = self._client.sample(
             prompt=tinker.ModelInput.from_ints(request.prompt_ids),
             num_samples=request.n,
             sampling_params=tinker.SamplingParams(
-                max_tokens=most,
+                max_tokens=max_tokens,
                 temperature=request.temperature,
                 top_p=request.top_p,
                 seed=request.seed,
@@ -245,20 +245,20 @@ class HostedEngine(Engine):
         )
         self._count(1)
         version = self.version
-        running = running.future() if hasattr(running, "future") else running
-        running.add_done_callback(lambda answer: self._queue.put(_Answered(asked, answer, version, entry)))
+        future = future.future() if hasattr(future, "future") else future
+        future.add_done_callback(lambda answer: self._queue.put(_Outcome(pending, answer, version, entry)))
 
-    def _finish(self, item: _Answered) -> None:
+    def _finish(self, item: _Outcome) -> None:
         self._count(-1)
-        request = item.asked.request
+        request = item.pending.request
         if (error := item.answer.exception()) is not None:
-            found = explain(error, "sample", self._model)
+            failure = explain(error, "sample", self._model)
             # After a lost connection nobody knows if the answer is billed: the reservation stands.
-            if item.entry is not None and not isinstance(found, PeerAway):
+            if item.entry is not None and not isinstance(failure, PeerAway):
                 self._purse.settle(item.entry, 0.0)
-            raise found from error
-        samples = [self._sample(request, one, item.version) for one in item.answer.result().sequences]
-        tokens = sum(len(one.token_ids) for one in samples)
+            raise failure from error
+        samples = [self._sample(request, sequence, item.version) for sequence in item.answer.result().sequences]
+        tokens = sum(len(sample.token_ids) for sample in samples)
         if item.entry is not None and self._prices is not None:
             cost = self._prices.of_sampling(len(request.prompt_ids) * request.n, tokens)
             self._purse.settle(item.entry, cost)
@@ -267,13 +267,13 @@ class HostedEngine(Engine):
 
     def _sample(self, request: SamplingRequest, sequence: Any, version: int) -> Sample:
         """One answer, ended where the embedded engine would have ended it."""
-        one = DecodeBatch([replace(request, n=1)], self._tokenizer, self.end_ids, self.max_context)
+        batch = DecodeBatch([replace(request, n=1)], self._tokenizer, self.end_ids, self.max_context)
         for token, logprob in zip(sequence.tokens, sequence.logprobs, strict=True):
-            if one.append([int(token)], [float(logprob)], version):
+            if batch.append([int(token)], [float(logprob)], version):
                 break
         else:
-            one.live[0].finish = "stop" if str(sequence.stop_reason).lower().endswith("stop") else "length"
-        return one.samples(0)[0]
+            batch.live[0].finish = "stop" if str(sequence.stop_reason).lower().endswith("stop") else "length"
+        return batch.samples(0)[0]
 
     def _count(self, change: int) -> None:
         """Count requests under way, and the time in which there are any."""

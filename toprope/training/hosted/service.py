@@ -50,24 +50,24 @@ class Service:
     """One session with a service. Create it with `connect`.
 
     Args:
-        given: Arguments of every client: key and address.
+        options: Arguments of every client: key and address.
         beat: Called about once a second while an answer is awaited.
         warn: Called with a sentence for people who follow the run.
     """
 
     def __init__(
-        self, given: Mapping[str, Any], where: str, beat: Callable[[], None], warn: Callable[[str], object]
+        self, options: Mapping[str, Any], service_name: str, beat: Callable[[], None], warn: Callable[[str], object]
     ) -> None:
         import tinker
 
-        self._given, self._where, self._beat = dict(given), where, beat
+        self._options, self._service_name, self._beat = dict(options), service_name, beat
         self._warn = warn
         self._tinker: Any = tinker
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="service")
         self.version = metadata.version("tinker")
         """The version of the client."""
-        with _in_words("take these settings", where):
-            self._client: Any = tinker.ServiceClient(**self._given)
+        with _in_words("take these settings", service_name):
+            self._client: Any = tinker.ServiceClient(**self._options)
         self.wait("open a session", lambda: self._client.holder)
 
     @classmethod
@@ -98,8 +98,8 @@ class Service:
         log = logging.getLogger("tinker")
         log.addHandler(_Forward(warn))
         log.propagate = False
-        where = urlsplit(url).netloc if url else "the Tinker service"
-        return cls({"api_key": key} | ({"base_url": url} if url else {}), where, beat, warn)
+        service_name = urlsplit(url).netloc if url else "the Tinker service"
+        return cls({"api_key": key} | ({"base_url": url} if url else {}), service_name, beat, warn)
 
     def wait(self, doing: str, call: Callable[[], T]) -> T:
         """Run a call that blocks until the service has answered; return its value.
@@ -112,16 +112,18 @@ class Service:
         """
         running, late = self._pool.submit(call), time.monotonic() + _PATIENCE_S
         while True:
-            with _in_words(doing, self._where):
+            with _in_words(doing, self._service_name):
                 try:
                     return running.result(_BEAT_S)
                 except NotYet:  # of this wait, or of the call, which has ended then
                     if running.done() and isinstance(error := running.exception(), NotYet):
-                        raise explain(error, doing, self._where) from None
+                        raise explain(error, doing, self._service_name) from None
             self._beat()
             if time.monotonic() > late:
                 late = float("inf")
-                self._warn(f"{self._where} was asked to {doing} {_PATIENCE_S:.0f} s ago; its client goes on trying.")
+                self._warn(
+                    f"{self._service_name} was asked to {doing} {_PATIENCE_S:.0f} s ago; its client goes on trying."
+                )
 
     def create(self, model: str, rank: int, seed: int) -> Any:
         """A training client of new adapters.
@@ -130,13 +132,15 @@ class Service:
             NotFound: The service does not have the model.
         """
         try:
-            return self._made("create adapters", lambda: self._client.create_lora_training_client(model, rank, seed))
+            return self._make_client(
+                "create adapters", lambda: self._client.create_lora_training_client(model, rank, seed)
+            )
         except (InvalidValue, NotFound) as error:
             offered = self._models()
             if not offered or model in offered:
                 raise
             raise NotFound(
-                f"{self._where} has no model {model}.",
+                f"{self._service_name} has no model {model}.",
                 hint=f"Set policy.model to one of its models: {', '.join(offered[:30])}.",
             ) from error
 
@@ -151,17 +155,19 @@ class Service:
         make = client.create_training_client_from_state
         if optimizer:
             make = client.create_training_client_from_state_with_optimizer
-        return self._made(f"load {state}", lambda: make(state))
+        return self._make_client(f"load {state}", lambda: make(state))
 
     def sampler(self, path: str | None, model: str) -> Any:
         """A sampling client of saved weights, or of the model itself if `path` is None."""
-        given: dict[str, Any] = {"base_model": model} if path is None else {"model_path": path}
-        return self._made(f"sample from {path or model}", lambda: self._client.create_sampling_client(**given))
+        source: dict[str, Any] = {"base_model": model} if path is None else {"model_path": path}
+        return self._make_client(f"sample from {path or model}", lambda: self._client.create_sampling_client(**source))
 
     def delete(self, path: str) -> None:
         """Delete a saved state; what cannot be deleted stays."""
         with suppress(TopropeError):
-            self.wait("delete a state", lambda: self._rest().delete_checkpoint_from_tinker_path(path).result())
+            self.wait(
+                "delete a state", lambda: self._make_rest_client().delete_checkpoint_from_tinker_path(path).result()
+            )
 
     def download(self, training: Any, sampler: str, name: str, folder: Path) -> list[Path]:
         """Download adapters in the form of Hugging Face into a folder; return its new files.
@@ -171,42 +177,44 @@ class Service:
             sampler: The `tinker://` path of saved sampler weights.
             name: For the copy.
         """
-        rest = self._rest()
+        rest_client = self._make_rest_client()
         if hasattr(training, "save_weights_external"):
-            saved = self.wait("export adapters", lambda: training.save_weights_external(name, KEPT_S).result())
-            urls = self.wait("name the files", lambda: rest.get_external_weights_urls(saved.path).result()).urls
+            weights = self.wait("export adapters", lambda: training.save_weights_external(name, KEPT_S).result())
+            urls = self.wait(
+                "name the files", lambda: rest_client.get_external_weights_urls(weights.path).result()
+            ).urls
         else:
             # The client's own parser refuses the paths of open servers, which do not name the kind of weights.
-            run, _, saved = sampler.removeprefix("tinker://").partition("/")
-            archive = rest.get_checkpoint_archive_url
-            urls = {"adapter.tar.gz": self.wait("name the archive", lambda: archive(run, saved).result()).url}
-        return [self.wait(f"send {one}", lambda one=one: _fetched(urls[one], folder, one)) for one in urls]  # type: ignore[misc]
+            run, _, weights_name = sampler.removeprefix("tinker://").partition("/")
+            archive = rest_client.get_checkpoint_archive_url
+            urls = {"adapter.tar.gz": self.wait("name the archive", lambda: archive(run, weights_name).result()).url}
+        return [self.wait(f"send {file}", lambda file=file: _download_file(urls[file], folder, file)) for file in urls]  # type: ignore[misc]
 
-    def _made(self, doing: str, make: Callable[[], Any]) -> Any:
+    def _make_client(self, doing: str, make: Callable[[], Any]) -> Any:
         """A client of the service; newer versions return a future of it."""
 
-        def made() -> Any:
-            found = make()
-            return found.result() if hasattr(found, "result") else found
+        def make_client() -> Any:
+            client = make()
+            return client.result() if hasattr(client, "result") else client
 
-        return self.wait(doing, made)
+        return self.wait(doing, make_client)
 
-    def _rest(self) -> Any:
+    def _make_rest_client(self) -> Any:
         """The client of stored weights and capabilities, which older versions make from the session."""
-        own = getattr(self._tinker, "RestClient", None)
-        if own is not None and hasattr(own, "get_server_capabilities"):
-            return own(**self._given)
+        rest_class = getattr(self._tinker, "RestClient", None)
+        if rest_class is not None and hasattr(rest_class, "get_server_capabilities"):
+            return rest_class(**self._options)
         return self._client.create_rest_client()
 
     def _models(self) -> list[str]:
         """The names of the service's models; empty if it does not tell."""
-        rest = self._rest()
+        rest_client = self._make_rest_client()
         with suppress(TopropeError):
-            if hasattr(rest, "get_server_capabilities"):
-                found = self.wait("list its models", lambda: rest.get_server_capabilities().result())
+            if hasattr(rest_client, "get_server_capabilities"):
+                capabilities = self.wait("list its models", lambda: rest_client.get_server_capabilities().result())
             else:
-                found = self.wait("list its models", self._client.get_server_capabilities)
-            return [str(one.model_name) for one in found.supported_models]
+                capabilities = self.wait("list its models", self._client.get_server_capabilities)
+            return [str(model.model_name) for model in capabilities.supported_models]
         return []
 
 
@@ -230,47 +238,49 @@ class _Forward(logging.Handler):
 
 
 @contextmanager
-def _in_words(doing: str, where: str) -> Iterator[None]:
+def _in_words(doing: str, service_name: str) -> Iterator[None]:
     try:
         yield
     except (TopropeError, NotYet):
         raise
     except Exception as error:  # the client raises errors of several libraries
-        raise explain(error, doing, where) from error
+        raise explain(error, doing, service_name) from error
 
 
-def explain(error: BaseException, doing: str, where: str) -> TopropeError:
+def explain(error: BaseException, doing: str, service_name: str) -> TopropeError:
     """The error of a service in words, as one that a restart may help, or not.
 
     Args:
         error: Of the client; its causes are looked at too.
         doing: What the service was to do.
-        where: Its name.
+        service_name: Its name.
     """
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and len(chain) < 5:
         chain.append(cause)
-    status = next((int(found) for one in chain if (found := getattr(one, "status_code", None))), 0)
-    said = marked(error, _SHOWN)
-    names = {type(one).__name__ for one in chain}
+    status = next((int(code) for link in chain if (code := getattr(link, "status_code", None))), 0)
+    text = marked(error, _SHOWN)
+    names = {type(link).__name__ for link in chain}
     category = str(getattr(error, "category", "")).lower()
-    what = f"{where} did not {doing}"
+    failure = f"{service_name} did not {doing}"
     if status in (401, 403):
-        return ComponentFailed(f"{what}: it refuses the key {KEY} ({status}): {said}", hint=_FIX_KEY)
+        return ComponentFailed(f"{failure}: it refuses the key {KEY} ({status}): {text}", hint=_FIX_KEY)
     if status == 402:
-        return ComponentFailed(f"{what}: the account cannot pay: {said}", hint="The owner settles it with the service.")
+        return ComponentFailed(
+            f"{failure}: the account cannot pay: {text}", hint="The owner settles it with the service."
+        )
     if status == 429:
         return PeerAway(
-            f"{what}: its rate limit holds for minutes: {said}", hint="A lower rollout.concurrency asks less."
+            f"{failure}: its rate limit holds for minutes: {text}", hint="A lower rollout.concurrency asks less."
         )
     if status in (404, 410) or "RetryableException" in names or any(word in str(error).lower() for word in _GONE):
-        return PeerAway(f"{what}: it does not know this session or model any more: {said}")
+        return PeerAway(f"{failure}: it does not know this session or model any more: {text}")
     if 400 <= status < 500 or category == "user" or isinstance(error, ValueError | TypeError | AssertionError):
-        return InvalidValue(f"{what}: it refuses the request: {said}", hint="read_logs shows the whole answer.")
-    return PeerAway(f"{what}: it does not answer, or failed ({type(error).__name__}): {said}")
+        return InvalidValue(f"{failure}: it refuses the request: {text}", hint="read_logs shows the whole answer.")
+    return PeerAway(f"{failure}: it does not answer, or failed ({type(error).__name__}): {text}")
 
 
-def _fetched(url: str, folder: Path, name: str) -> Path:
+def _download_file(url: str, folder: Path, name: str) -> Path:
     target = (folder / name).resolve()
     if not target.is_relative_to(folder.resolve()) or urlsplit(url).scheme not in ("http", "https"):
         raise ValueError(f"{name!r} is not the name of a file to download")

@@ -55,7 +55,7 @@ class HostedRun(TrainingRun):
         self._tokens = 0
         self._policy = HostedPolicy(base_model=self._config.policy.model)
         self._folder = Path()
-        self._kept: tuple[int, HostedPolicy] | None = None
+        self._last_saved: tuple[int, HostedPolicy] | None = None
         """Last saved state of the service, and its step."""
         self._grad_norm = 0.0
         """Of the last step, as the service tells it."""
@@ -64,7 +64,7 @@ class HostedRun(TrainingRun):
 
     def _load(self, policy: Path) -> dict[str, Any]:
         self._folder, self._policy = policy, HostedPolicy.read(policy)
-        self._service = Service.connect(self.beat, lambda said: self._member.report(Warned(said)))
+        self._service = Service.connect(self.beat, lambda warning: self._member.report(Warned(warning)))
         self._tokenizer = load_tokenizer(policy, self._config.policy.chat_template_kwargs)
         run, attempt, life = self._member.folder.run_id, self._member.attempt, self._member.life
         self._name = f"{run}-{attempt}-{life}"  # services refuse other characters than letters, digits, - and _
@@ -97,42 +97,42 @@ class HostedRun(TrainingRun):
     def _load_checkpoint(self, checkpoint: Path) -> CheckpointState:
         if (problem := problem_of(checkpoint)) is not None:
             raise unusable(checkpoint, problem)
-        state, saved = read_state(checkpoint), HostedPolicy.read(checkpoint / "model")
-        if saved.state is None:
+        state, hosted_policy = read_state(checkpoint), HostedPolicy.read(checkpoint / "model")
+        if hosted_policy.state is None:
             raise unusable(checkpoint, "it names no state at the service")
-        self._training, self._tokens = self._service.restore(saved.state, optimizer=True), saved.tokens
+        self._training, self._tokens = self._service.restore(hosted_policy.state, optimizer=True), hosted_policy.tokens
         return state
 
     def _write(self, state: CheckpointState) -> Path:
-        if self._kept is None or self._kept[0] != state.step:  # else only the disk here had no room
+        if self._last_saved is None or self._last_saved[0] != state.step:  # else only the disk here had no room
             name, training = f"{self._name}-step-{state.step}", self._training
             # Both are asked for at once; the service does them one after the other.
             saving, sampling = training.save_state(name), training.save_weights_for_sampler(name)
-            made = HostedPolicy(
+            hosted_policy = HostedPolicy(
                 base_model=self._policy.base_model,
                 state=str(self._service.wait("save its state", saving.result).path),
                 sampler=str(self._service.wait("save adapters for sampling", sampling.result).path),
                 tokens=self._tokens,
             )
-            self._kept = state.step, made
-        saved = self._kept[1]
+            self._last_saved = state.step, hosted_policy
+        hosted_policy = self._last_saved[1]
 
         def write(aside: Path) -> None:
             copy_tokenizer(self._folder, aside / "model")
             if self._config.policy.chat_template_kwargs:  # its template keeps them
                 self._tokenizer.save_pretrained(aside / "model")
-            saved.write(aside / "model")
+            hosted_policy.write(aside / "model")
             (aside / "state.json").write_text(dumps(asdict(state)))
 
         folder = self._member.folder.checkpoints
-        before = {path: _paths_of(path) for path in checkpoints_in(folder)}
-        written = commit_checkpoint(folder, state.step, write, self._config.logging.save_total_limit)
-        self._policy = saved
-        for path, names in before.items():
+        paths_by_checkpoint = {path: _paths_of(path) for path in checkpoints_in(folder)}
+        checkpoint = commit_checkpoint(folder, state.step, write, self._config.logging.save_total_limit)
+        self._policy = hosted_policy
+        for path, state_paths in paths_by_checkpoint.items():
             if not path.exists():
-                for one in names:
-                    self._service.delete(one)
-        return written
+                for state_path in state_paths:
+                    self._service.delete(state_path)
+        return checkpoint
 
     def _save_final(self) -> None:
         """Writes the last checkpoint, then downloads its adapters; they stay at the service in any case."""
@@ -152,8 +152,8 @@ class HostedRun(TrainingRun):
             self._member.report(Warned(text))
 
     def _find_not_finite(self, loss: float | None) -> str | None:
-        found = super()._find_not_finite(loss)
-        return found or (None if math.isfinite(self._grad_norm) else "The gradients' norm")
+        problem = super()._find_not_finite(loss)
+        return problem or (None if math.isfinite(self._grad_norm) else "The gradients' norm")
 
     def _take_step(self, step: int, data: Sequence[Any], tokens: int, loss: str, **settings: float) -> dict[str, Any]:
         """Has the service train on sequences and save the new adapters for sampling.
@@ -204,14 +204,14 @@ class HostedRun(TrainingRun):
             self._grad_norm = metrics["grad_norm"] = float(norms[0])
         if prices is not None:
             metrics["cost_usd"] = self._purse.total
-        return metrics | {"logprobs": [list(map(float, one["logprobs"].data)) for one in passed.loss_fn_outputs]}
+        return metrics | {"logprobs": [list(map(float, output["logprobs"].data)) for output in passed.loss_fn_outputs]}
 
 
 class HostedGroups(HostedRun):
     """Training on the groups that the trajectory API delivers."""
 
     first_step = 0
-    _told_unknown = False
+    _warned_unknown = False
     _before: tuple[int, int, dict[str, int], int] = (0, 0, {}, 0)
     """The position before the present batch, and the number of unused groups then."""
 
@@ -237,7 +237,7 @@ class HostedGroups(HostedRun):
 
     def _train_step(self, step: int, batch: GroupBatch, timer: StepTimer) -> None:
         """Trains on a batch, then publishes the version, writes metrics and saves a checkpoint if one is due."""
-        config, asked = self._config, time.perf_counter()
+        config, began = self._config, time.perf_counter()
         timer.start_preparing()
         rows = [row for row in build_rows(batch.groups, config) if len(row.prompt) + len(row.completion) > 1]
         rows = self._with_logprobs(rows)
@@ -264,9 +264,9 @@ class HostedGroups(HostedRun):
             self._give_back()
             raise
         low, high = clip.values()
-        found = _loss_metrics(rows, metrics.pop("logprobs"), batch.version, loss, low, high, count)
+        loss_metrics = _loss_metrics(rows, metrics.pop("logprobs"), batch.version, loss, low, high, count)
         waited = batch.metrics.get("wait_seconds", 0.0)
-        metrics |= found | {"step_time": time.perf_counter() - asked + waited}
+        metrics |= loss_metrics | {"step_time": time.perf_counter() - began + waited}
         self._finish_step(step, metrics | timer.take(metrics, waited) | batch.metrics)
 
     def _with_logprobs(self, rows: list[TrainingRow]) -> list[TrainingRow]:
@@ -275,26 +275,26 @@ class HostedGroups(HostedRun):
         Raises:
             InvalidValue: No row has them.
         """
-        known = [row for row in rows if row.has_logprobs]
-        if len(known) == len(rows):
+        rows_with_logprobs = [row for row in rows if row.has_logprobs]
+        if len(rows_with_logprobs) == len(rows):
             return rows
-        text = f"{len(rows) - len(known)} of {len(rows)} answers of a step came without log-probabilities"
-        if not known:
+        text = f"{len(rows) - len(rows_with_logprobs)} of {len(rows)} answers of a step came without log-probabilities"
+        if not rows_with_logprobs:
             raise InvalidValue(
                 f"{text}, which the service needs to train on them.",
                 hint="Set rollout.unmatched to drop, or have the environment send inference_logprobs.",
             )
-        if not self._told_unknown:
-            self._told_unknown = True
+        if not self._warned_unknown:
+            self._warned_unknown = True
             self._member.report(Warned(f"{text} and were left out; this is told once."))
-        return known
+        return rows_with_logprobs
 
 
 class HostedDemonstrations(DemonstrationRun, HostedRun):
     """Supervised fine-tuning at a service."""
 
     def _train(self, rows: list[TokenizedRow], order: list[int]) -> None:
-        size, first = self._batch_size, self._step
+        size, first_step = self._batch_size, self._step
         self._began = time.monotonic()
         for number in range(len(order) // size):
             self._hold()
@@ -306,27 +306,29 @@ class HostedDemonstrations(DemonstrationRun, HostedRun):
                 for row, weight in zip(batch, weights, strict=True)
             ]
             tokens = sum(len(row["input_ids"]) for row in batch)
-            metrics = self._take_step(first + number + 1, data, tokens, "cross_entropy")
-            chosen = zip(metrics.pop("logprobs"), weights, strict=True)
+            metrics = self._take_step(first_step + number + 1, data, tokens, "cross_entropy")
+            scored_rows = zip(metrics.pop("logprobs"), weights, strict=True)
             loss = -sum(
-                value * weight for logprobs, own in chosen for value, weight in zip(logprobs, own[1:], strict=True)
+                value * weight
+                for logprobs, weight_row in scored_rows
+                for value, weight in zip(logprobs, weight_row[1:], strict=True)
             )
-            self._finish_step(first + number + 1, metrics | {"loss": loss / count})
+            self._finish_step(first_step + number + 1, metrics | {"loss": loss / count})
             if self.should_stop():
                 return
 
 
 def _paths_of(checkpoint: Path) -> list[str]:
     with suppress(NotFound, Corrupt):
-        one = HostedPolicy.read(checkpoint / "model")
-        return [path for path in (one.state, one.sampler) if path is not None]
+        hosted_policy = HostedPolicy.read(checkpoint / "model")
+        return [path for path in (hosted_policy.state, hosted_policy.sampler) if path is not None]
     return []
 
 
 def _advantages(row: TrainingRow) -> list[float]:
     """One per completion token; 0 where the environment wrote it."""
-    given = row.token_advantages or [row.advantage] * len(row.completion)
-    return [value if trained else 0.0 for value, trained in zip(given, row.trained, strict=True)]
+    advantages = row.token_advantages or [row.advantage] * len(row.completion)
+    return [value if trained else 0.0 for value, trained in zip(advantages, row.trained, strict=True)]
 
 
 def _loss_metrics(
@@ -351,37 +353,37 @@ def _loss_metrics(
     total = divergence = current = older = versions = 0.0
     count = current_count = older_count = below = above = 0
     largest = 0.0
-    for row, now in zip(rows, logprobs, strict=True):
+    for row, row_logprobs in zip(rows, logprobs, strict=True):
         age = 0 if version is None or row.version is None else max(version - row.version, 0)
-        of_completion = now[max(len(row.prompt) - 1, 0) :]
+        of_completion = row_logprobs[max(len(row.prompt) - 1, 0) :]
         start = 0 if row.prompt else 1
         values = zip(of_completion, row.logprobs[start:], _advantages(row)[start:], row.trained[start:], strict=True)
-        for mine, theirs, advantage, trained in values:
+        for trainer_logprob, sampler_logprob, advantage, trained in values:
             if not trained:
                 continue
-            delta = min(mine - theirs, 20.0)
+            delta = min(trainer_logprob - sampler_logprob, 20.0)
             ratio, count = math.exp(delta), count + 1
             clipped = min(max(ratio, low), high)
             below, above = below + (ratio < low and advantage < 0), above + (ratio > high and advantage > 0)
             if loss == "cispo":
-                total -= clipped * mine * advantage
+                total -= clipped * trainer_logprob * advantage
             else:
                 total -= ratio * advantage if loss != "ppo" else min(ratio * advantage, clipped * advantage)
             divergence += ratio - 1 - delta
-            size = abs(mine - theirs)
+            size = abs(trainer_logprob - sampler_logprob)
             if age:
                 older, older_count, versions = older + size, older_count + 1, versions + age
             else:
                 current, current_count, largest = current + size, current_count + 1, max(largest, size)
-    found = {"loss": total / tokens}
+    metrics = {"loss": total / tokens}
     if current_count:
-        found["sampling/sampling_logp_difference/mean"] = current / current_count
-        found["sampling/sampling_logp_difference/max"] = largest
+        metrics["sampling/sampling_logp_difference/mean"] = current / current_count
+        metrics["sampling/sampling_logp_difference/max"] = largest
     if older_count:
-        found |= {"policy/moved": older / older_count, "policy/moved_versions": versions / older_count}
+        metrics |= {"policy/moved": older / older_count, "policy/moved_versions": versions / older_count}
     if count:
-        found["policy/approx_kl"] = divergence / count
+        metrics["policy/approx_kl"] = divergence / count
         if loss == "ppo":
-            found |= {"clip_ratio/low_mean": below / count, "clip_ratio/high_mean": above / count}
-            found["clip_ratio/region_mean"] = (below + above) / count
-    return found
+            metrics |= {"clip_ratio/low_mean": below / count, "clip_ratio/high_mean": above / count}
+            metrics["clip_ratio/region_mean"] = (below + above) / count
+    return metrics

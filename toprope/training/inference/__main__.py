@@ -58,13 +58,15 @@ def main() -> int:
         server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)
         running.append(engine)
         engine.start()
-        other = member.spec.opponent_policy or (str(folder) if config.environment.opponent == BASE else None)
-        if other is not None:  # embedded in any case: it is not trained, and one vLLM server is enough
-            fixed = config.model_copy(update={"inference": InferenceSection()})
-            own = {} if member.spec.opponent_policy else config.policy.chat_template_kwargs
-            other_tokenizer = load_tokenizer(Path(other), own)
-            running.append(make_engine(fixed, Path(other), other_tokenizer))
-            server.opponent = InferenceServer(running[-1], other_tokenizer, model_name=other, secret=member.secret)
+        opponent = member.spec.opponent_policy or (str(folder) if config.environment.opponent == BASE else None)
+        if opponent is not None:  # embedded in any case: it is not trained, and one vLLM server is enough
+            untrained_config = config.model_copy(update={"inference": InferenceSection()})
+            variables = {} if member.spec.opponent_policy else config.policy.chat_template_kwargs
+            opponent_tokenizer = load_tokenizer(Path(opponent), variables)
+            running.append(make_engine(untrained_config, Path(opponent), opponent_tokenizer))
+            server.opponent = InferenceServer(
+                running[-1], opponent_tokenizer, model_name=opponent, secret=member.secret
+            )
             running[-1].start()
         while not (member.ending.is_set() or engine.wait_ready(BEAT_S)):
             member.beat()
@@ -76,8 +78,8 @@ def main() -> int:
         member.report(Failed(error.message, error.hint, isinstance(error, WeightsDiffer)))
         return 1
     finally:
-        for one in running:
-            one.stop(timeout_s=1.0)
+        for started_engine in running:
+            started_engine.stop(timeout_s=1.0)
     return 0
 
 

@@ -97,23 +97,23 @@ class InferenceServer:
         self._tokenized_size = 0
         self._delivered: deque[tuple[asyncio.Future[list[Sample]], list[Sample] | Exception]] = deque()
         self._waking = False
-        self._told: set[str] = set()
+        self._reported_fields: set[str] = set()
         end_texts = (tokenizer.decode([token]) for token in engine.end_ids)
         self._renderer = MessageRenderer(tokenizer.chat_template, end_texts)
         self._direct = {
-            ("POST", "/v1/chat/completions"): self._guarded(self._chat, sessions=True),
-            ("POST", "/v1/completions"): self._guarded(self._completions, sessions=True),
-            ("POST", "/generate"): self._guarded(self._generate),
+            ("POST", "/v1/chat/completions"): self._guard(self._chat, sessions=True),
+            ("POST", "/v1/completions"): self._guard(self._completions, sessions=True),
+            ("POST", "/generate"): self._guard(self._generate),
         }
         self._others = Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/health_generate", self._health),
-                Route(MATCH_PATH, self._guarded(self._match), methods=["POST"]),
-                Route("/v1/models", self._guarded(self._models, sessions=True)),
-                Route("/v1/policy", self._guarded(self._policy)),
-                Route("/v1/policy/{action}", self._guarded(self._rest), methods=["POST"]),
-                Route("/v1/sessions/{key:path}", self._guarded(self._session), methods=["GET", "DELETE", "PUT"]),
+                Route(MATCH_PATH, self._guard(self._match), methods=["POST"]),
+                Route("/v1/models", self._guard(self._models, sessions=True)),
+                Route("/v1/policy", self._guard(self._policy)),
+                Route("/v1/policy/{action}", self._guard(self._sleep_or_wake), methods=["POST"]),
+                Route("/v1/sessions/{key:path}", self._guard(self._session), methods=["GET", "DELETE", "PUT"]),
                 *(Route(path, answer, methods=[method]) for (method, path), answer in self._direct.items()),
             ]
         )
@@ -128,7 +128,7 @@ class InferenceServer:
             response = await endpoint(HttpRequest(scope, receive))
             await response(scope, receive, send)
 
-    def _guarded(
+    def _guard(
         self, handler: Callable[[HttpRequest, str], Awaitable[Response]], *, sessions: bool = False
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
         """An endpoint that checks the key, passes the session's name on, and formats refusals as OpenAI does.
@@ -141,10 +141,10 @@ class InferenceServer:
         async def endpoint(request: HttpRequest) -> Response:
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             secret, _, session = key.partition(".")
-            known = hmac.compare_digest(secret.encode(), self._secret) or (
+            is_authorized = hmac.compare_digest(secret.encode(), self._secret) or (
                 sessions and is_session_key(self._secret, secret, session)
             )
-            if scheme.lower() != "bearer" or not known:
+            if scheme.lower() != "bearer" or not is_authorized:
                 return _error(401, "authentication_error", "This server needs the run's key as a bearer token.")
             admit(request.scope)
             if request.headers.get(LIFE_HEADER, self._life) != self._life:
@@ -180,7 +180,7 @@ class InferenceServer:
             }
         )
 
-    async def _rest(self, request: HttpRequest, session: str) -> Response:
+    async def _sleep_or_wake(self, request: HttpRequest, session: str) -> Response:
         action = request.path_params["action"]
         act = getattr(self._engine, action, None) if action in ("sleep", "wake") else None
         if act is None:
@@ -195,10 +195,10 @@ class InferenceServer:
         if request.method == "PUT":
             self.sessions.open(key, msgspec.json.decode(await _body(request), type=SessionSampling))
             return _json({"opened": key})
-        found = self.sessions.matching(key)
-        if not found:
+        sessions = self.sessions.matching(key)
+        if not sessions:
             return _error(404, "not_found_error", f"Nothing was recorded under session {key!r}.")
-        return _json({"sessions": {name: {"turns": kept.turns} for name, kept in sorted(found.items())}})
+        return _json({"sessions": {name: {"turns": record.turns} for name, record in sorted(sessions.items())}})
 
     async def _chat(self, request: HttpRequest, session: str) -> Response:
         body = msgspec.json.decode(await _body(request), type=ChatRequest)
@@ -207,12 +207,12 @@ class InferenceServer:
         return await self._chat_answer(request, self._with_settings(body, session), session)
 
     async def _chat_answer(self, request: HttpRequest, body: ChatRequest, session: str) -> Response:
-        tools, asked = allowed_tools(body), instructed_messages(body)
+        tools, instructed = allowed_tools(body), instructed_messages(body)
         if field := unpromised(body):
             self._tell_once(field, "asked of the policy, whose sampling is not constrained")
-        known = self.sessions.get(session) if session else None
-        for turns in (known.turns, ()) if known else ((),):  # at last with calls as the template itself writes them
-            messages = self._renderer.prepare(asked, tools, turns)
+        record = self.sessions.get(session) if session else None
+        for turns in (record.turns, ()) if record else ((),):  # at last with calls as the template itself writes them
+            messages = self._renderer.prepare(instructed, tools, turns)
             try:
                 with render_limit():
                     text = self._tokenizer.apply_chat_template(
@@ -276,8 +276,8 @@ class InferenceServer:
         return with_settings(body, settings)
 
     def _tell_once(self, field: str, text: str | None) -> None:
-        if text is not None and field not in self._told:
-            self._told.add(field)
+        if text is not None and field not in self._reported_fields:
+            self._reported_fields.add(field)
             print(f"{field}: {text}", file=sys.stderr, flush=True)
 
     def _check_ids(self, ids: list[int]) -> list[int]:
@@ -288,10 +288,10 @@ class InferenceServer:
 
     def _prompt_ids(self, text: str, session: str) -> list[int]:
         """Token ids of a rendered prompt; earlier answers of the session keep their sampled ids."""
-        known = self.sessions.get(session) if session else None
-        if known is not None and (turn := known.find_continued_turn(text)) is not None:
-            rest = text[len(turn.prompt_text) + len(turn.completion_text) :]
-            return turn.prompt_ids + turn.completion_ids + self._tokenize(rest)
+        record = self.sessions.get(session) if session else None
+        if record is not None and (turn := record.find_continued_turn(text)) is not None:
+            continuation = text[len(turn.prompt_text) + len(turn.completion_text) :]
+            return turn.prompt_ids + turn.completion_ids + self._tokenize(continuation)
         return self._tokenize(text)
 
     def _tokenize(self, text: str) -> list[int]:
@@ -357,14 +357,14 @@ class InferenceServer:
             self.sessions.record(session if len(samples) == 1 else f"{session}/{index}", turn)
 
     def _choices(
-        self, asked: ChatRequest | CompletionRequest, samples: list[Sample], *, logprobs: bool
+        self, body: ChatRequest | CompletionRequest, samples: list[Sample], *, logprobs: bool
     ) -> list[dict[str, Any]]:
         return [
             format_choice(
                 index,
                 sample,
-                chat=isinstance(asked, ChatRequest),
-                with_ids=asked.return_token_ids,
+                chat=isinstance(body, ChatRequest),
+                with_ids=body.return_token_ids,
                 tokens=[self._tokenizer.decode([token]) for token in sample.token_ids] if logprobs else None,
             )
             for index, sample in enumerate(samples)
@@ -373,7 +373,7 @@ class InferenceServer:
     def _answer(
         self,
         kind: str,
-        asked: ChatRequest | CompletionRequest,
+        request: ChatRequest | CompletionRequest,
         choices: list[dict[str, Any]],
         prompts: list[list[int]],
         answers: list[list[Sample]],
@@ -387,10 +387,10 @@ class InferenceServer:
             sum(len(ids) for ids in prompts),
             sum(len(sample.token_ids) for sample in flat),
         )
-        if asked.return_token_ids:
+        if request.return_token_ids:
             body["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
-        if asked.stream:
-            return Response(format_events(body, asked.stream_options), media_type="text/event-stream")
+        if request.stream:
+            return Response(format_events(body, request.stream_options), media_type="text/event-stream")
         return _json(body)
 
 

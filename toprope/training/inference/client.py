@@ -184,7 +184,9 @@ class PolicyClient:
             ComponentFailed: See `chat`.
         """
         data = await self._call("GET", f"/v1/sessions/{session}", None, "", life, missing=b'{"sessions": {}}')
-        return {name: kept.turns for name, kept in msgspec.json.decode(data, type=_RecordedSessions).sessions.items()}
+        return {
+            name: record.turns for name, record in msgspec.json.decode(data, type=_RecordedSessions).sessions.items()
+        }
 
     async def open_session(self, session: str, sampling: Sampling) -> str:
         """Have the server sample by these settings where a request in the session or a sub-session names none.
@@ -257,8 +259,8 @@ class PolicyClient:
         Raises:
             OSError: The connection broke, or the server is gone.
         """
-        lost: list[OSError] = []
-        looking: list[asyncio.Task[None]] = []
+        errors: list[OSError] = []
+        looks: list[asyncio.Task[None]] = []
 
         async def look(limit: asyncio.Timeout) -> None:
             try:
@@ -266,7 +268,7 @@ class PolicyClient:
                     await self._connections.request("GET", url, "/health", timeout_s=_ALIVE_S)
                     await asyncio.sleep(_LOOK_S)
             except OSError as error:
-                lost.append(error)
+                errors.append(error)
                 limit.reschedule(loop.time())
 
         loop = asyncio.get_running_loop()
@@ -274,20 +276,20 @@ class PolicyClient:
             async with asyncio.timeout(None) as limit:
                 # Most answers come before the first look, and take no task. A request that is cancelled has closed its
                 # connection when this returns: what follows must not overtake it.
-                first = loop.call_later(_LOOK_S, lambda: looking.append(loop.create_task(look(limit))))
+                timer = loop.call_later(_LOOK_S, lambda: looks.append(loop.create_task(look(limit))))
                 try:
                     return await self._connections.request(
                         method, url, path, body=data, headers=headers, timeout_s=_LONGEST_S
                     )
                 finally:
-                    first.cancel()
-                    for task in looking:
+                    timer.cancel()
+                    for task in looks:
                         task.cancel()
                         await asyncio.wait({task})
         except TimeoutError:
-            if not lost:
+            if not errors:
                 raise
-            raise lost[0] from None
+            raise errors[0] from None
 
 
 def _message(body: bytes) -> str:

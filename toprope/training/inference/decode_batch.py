@@ -94,11 +94,11 @@ class DecodeBatch:
         """The answers to a complete request."""
         rows, stop = self._answers[request], self.requests[request].stop
         texts = self._tokenizer.batch_decode([row.token_ids for row in rows], skip_special_tokens=True)
-        found = []
+        samples = []
         for row, text in zip(rows, texts, strict=True):
             assert row.finish is not None, "the request is complete"
-            found.append(Sample(row.token_ids, row.logprobs, row.versions, cut_text(text, stop), row.finish))
-        return found
+            samples.append(Sample(row.token_ids, row.logprobs, row.versions, cut_text(text, stop), row.finish))
+        return samples
 
     def _has_stop_text(self, row: Row) -> bool:
         stop = self.requests[row.request].stop

@@ -92,8 +92,8 @@ class PlainSteps:
 
     def after(self, token: torch.Tensor) -> torch.Tensor:
         self._width += 1
-        seen = None if self._mask is None else self._mask[..., : self._width]
-        logits = self._run(token.unsqueeze(1), self._lengths, seen, self._cache)
+        mask = None if self._mask is None else self._mask[..., : self._width]
+        logits = self._run(token.unsqueeze(1), self._lengths, mask, self._cache)
         self._lengths = self._lengths + 1
         return logits
 
@@ -121,8 +121,8 @@ class CapturedSteps:
             self.release()
             return None
         rows, longest = len(prompts.source), prompts.longest
-        room = _rounded(prompts.end, _COLUMNS, 3)
-        if not self._reserve(prompts, _rounded(rows, _ROWS, 1), room):
+        room = _round_up(prompts.end, _COLUMNS, 3)
+        if not self._reserve(prompts, _round_up(rows, _ROWS, 1), room):
             return None
         self._room, self._width = room, longest
         for buffers, layer in zip(self._layers, prompts.cache.layers, strict=True):
@@ -130,8 +130,8 @@ class CapturedSteps:
                 flat.zero_()  # what lies there may be no number, which no mask hides
                 buffers.rows(flat, room)[:rows, :, :longest] = filled[prompts.source]
         self._mask.zero_()
-        seen = _rows(self._mask, 1, 1, room)[:rows, ..., :longest]
-        seen.copy_(torch.ones_like(seen) if prompts.mask is None else prompts.mask[..., :longest])
+        mask = _rows(self._mask, 1, 1, room)[:rows, ..., :longest]
+        mask.copy_(torch.ones_like(mask) if prompts.mask is None else prompts.mask[..., :longest])
         self._lengths.zero_()
         self._lengths[:rows] = prompts.lengths
         self._slot.fill_(longest)
@@ -151,7 +151,10 @@ class CapturedSteps:
         if len(self._tokens) < rows or len(self._mask) < rows * room:
             places, rows = max(len(self._mask), rows * room), max(len(self._tokens), rows)
             layers = prompts.cache.layers
-            needed = sum(one.numel() // one.shape[0] // one.shape[2] * one.element_size() for one in _filled(layers))
+            needed = sum(
+                tensor.numel() // tensor.shape[0] // tensor.shape[2] * tensor.element_size()
+                for tensor in _tensors_of(layers)
+            )
             if places * needed > _FREE_SHARE * (self._free() + len(self._mask) * needed):
                 return False
             self.release()
@@ -181,17 +184,17 @@ class CapturedSteps:
         rows = len(token)
         self._tokens[:rows, 0] = token
         self._width += 1
-        shape = (_rounded(rows, _ROWS, 1), min(_rounded(self._width, _COLUMNS, 2), self._room), self._room)
+        shape = (_round_up(rows, _ROWS, 1), min(_round_up(self._width, _COLUMNS, 2), self._room), self._room)
         replay = self._graphs.pop(shape, None)
         if replay is None and self._is_warm and not self._is_broken:
-            replay = self._captured(shape)
+            replay = self._capture_shape(shape)
         self._is_warm = True
         if replay is None:
             return self._compute(*shape)[:rows]
         self._graphs[shape] = replay  # the last one used is the last to go
         return replay()[:rows]
 
-    def _captured(self, shape: tuple[int, int, int]) -> Compute | None:
+    def _capture_shape(self, shape: tuple[int, int, int]) -> Compute | None:
         """The graph of a shape; None if this model's steps cannot be captured."""
         try:
             replay = self._capture(lambda: self._compute(*shape))
@@ -201,13 +204,13 @@ class CapturedSteps:
             self._give_up(str(error))
             return None
         if not self._is_checked:
-            theirs = self._compute(*shape).clone()
+            expected = self._compute(*shape).clone()
             self._step_back()
-            ours = replay()
+            replayed = replay()
             self._step_back()
-            limit = 0.02 * float(theirs.abs().max())
+            limit = 0.02 * float(expected.abs().max())
             if math.isfinite(limit):  # else the weights are at fault
-                if not torch.allclose(ours, theirs, rtol=0.0, atol=limit):
+                if not torch.allclose(replayed, expected, rtol=0.0, atol=limit):
                     self._give_up("the logits of a graph differ")
                     return None
                 self._is_checked = True
@@ -294,7 +297,7 @@ class _Buffers:
     def like(cls, layer: Any, places: int) -> _Buffers:
         """Empty ones for so many tokens, in the format of a layer of a filled cache."""
         heads, width = layer.keys.shape[1], layer.keys.shape[3]
-        keys, values = (one.new_empty(places * heads * width) for one in (layer.keys, layer.values))
+        keys, values = (tensor.new_empty(places * heads * width) for tensor in (layer.keys, layer.values))
         return cls(keys, values, heads, width)
 
     def rows(self, flat: torch.Tensor, room: int) -> torch.Tensor:
@@ -302,8 +305,8 @@ class _Buffers:
         return _rows(flat, self.heads, room, self.width)
 
 
-def _filled(layers: list[Any]) -> list[torch.Tensor]:
-    return [one for layer in layers for one in (layer.keys, layer.values)]
+def _tensors_of(layers: list[Any]) -> list[torch.Tensor]:
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
 class _FixedLayer:
@@ -334,7 +337,7 @@ def _rows(flat: torch.Tensor, *shape: int) -> torch.Tensor:
     return flat[: len(flat) // size * size].view(-1, *shape)
 
 
-def _rounded(count: int, least: int, bits: int) -> int:
+def _round_up(count: int, least: int, bits: int) -> int:
     """A number rounded up to a multiple of `least`, and to so many leading bits, so that few numbers are left."""
     step = max(least, 1 << max(0, (count - 1).bit_length() - bits))
     return -(-count // step) * step

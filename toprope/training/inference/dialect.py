@@ -118,14 +118,14 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Samp
             f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer within this model's maximum "
             f"context length of {max_context} tokens (policy.max_context)"
         )
-    wanted = next((limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None), room)
-    if wanted < 1:
-        raise BadRequest(f"max_tokens must be at least 1, not {wanted}")
+    max_tokens = next((limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None), room)
+    if max_tokens < 1:
+        raise BadRequest(f"max_tokens must be at least 1, not {max_tokens}")
     stop = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
     return SamplingRequest(
         prompt_ids=prompt_ids,
         n=n,
-        max_new_tokens=min(wanted, room),
+        max_new_tokens=min(max_tokens, room),
         # Smaller values leave the range of float32, which would fail all requests that are decoded together.
         temperature=temperature if temperature >= 1e-4 else 0.0,
         top_p=max(top_p, 1e-6),
@@ -146,13 +146,13 @@ def allowed_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
     if choice == "none":
         return None
     name = _name(choice)
-    only = [tool for tool in tools or () if name is not None and _name(tool) == name]
-    if not only:
+    chosen = [tool for tool in tools or () if name is not None and _name(tool) == name]
+    if not chosen:
         raise BadRequest(
             f"tool_choice {choice!r} is not supported with these tools: choose auto, none, required, or the function "
             "of one of `tools`"
         )
-    return only
+    return chosen
 
 
 def _name(tool: Any) -> Any:
@@ -176,11 +176,11 @@ def instructed_messages(body: ChatRequest) -> list[dict[str, Any]]:
         raise BadRequest(f"response_format {kind!r} is not supported: choose text, json_object or json_schema")
     text = _JSON_ONLY
     if kind == "json_schema":
-        described = form.get("json_schema")
-        schema = described.get("schema", {}) if isinstance(described, dict) else {}
+        schema_field = form.get("json_schema")
+        schema = schema_field.get("schema", {}) if isinstance(schema_field, dict) else {}
         text += _BY_SCHEMA + _encode(schema).decode()
     messages = list(body.messages)
-    place = next((at for at in reversed(range(len(messages))) if messages[at].get("role") == "user"), None)
+    place = next((index for index in reversed(range(len(messages))) if messages[index].get("role") == "user"), None)
     if place is None:
         return [*messages, {"role": "user", "content": text}]
     content = messages[place].get("content")
@@ -274,8 +274,8 @@ def format_events(body: dict[str, Any], options: dict[str, Any] | None) -> bytes
         delta = dict(choice["message"])
         if calls := delta.get("tool_calls"):
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-        rest = {name: value for name, value in choice.items() if name not in ("message", "finish_reason")}
-        pieces.append(head | {"choices": [rest | {"delta": delta, "finish_reason": None}]})
+        fields = {name: value for name, value in choice.items() if name not in ("message", "finish_reason")}
+        pieces.append(head | {"choices": [fields | {"delta": delta, "finish_reason": None}]})
         last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
         pieces.append(head | {"choices": [last]})
     if (options or {}).get("include_usage"):

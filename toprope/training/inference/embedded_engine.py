@@ -125,14 +125,14 @@ class EmbeddedEngine(Engine):
         self._short = make_short_forward(self._model)
         self._takes_wide_masks = True if self._short is not None else None
         self._captured = make_captured_steps(self._short, self._model)
-        held = None
+        pending = None
         while True:
-            first = held or self._queue.get()
-            held = None
+            first = pending or self._queue.get()
+            pending = None
             if first is None:
                 break
             self._working, self._pulse = True, self._pulse + 1
-            batch, held = self._gather(first)
+            batch, pending = self._gather(first)
             began = time.monotonic()
             waiting = dict(enumerate(done for _, done in batch))
             answers: dict[int, list[Sample] | Exception]
@@ -142,9 +142,9 @@ class EmbeddedEngine(Engine):
                 try:
                     answers = self._generate([request for request, _ in batch], waiting, self._in_flight)
                 except _NewWeights:  # only once: updates may come faster than answers
-                    left = [batch[place][0] for place in waiting]
+                    unanswered = [batch[place][0] for place in waiting]
                     waiting = dict(enumerate(waiting.values()))
-                    answers = self._generate(left, waiting, "keep")
+                    answers = self._generate(unanswered, waiting, "keep")
             except Exception as error:  # the error is the answer to this batch; the next one may succeed
                 # Its frames hold the batch's tensors.
                 answers = dict.fromkeys(waiting, error.with_traceback(None))
@@ -156,8 +156,8 @@ class EmbeddedEngine(Engine):
             for request, answer in answers.items():
                 waiting[request](answer)
             self._working = False
-        if held is not None:
-            held[1](RuntimeError("the engine has stopped"))
+        if pending is not None:
+            pending[1](RuntimeError("the engine has stopped"))
         self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
@@ -269,7 +269,7 @@ class EmbeddedEngine(Engine):
             mask = mask[index, None, None] if self._takes_wide_masks else mask[index]
         prompts = Prompts(logits, cache, index, mask, lengths.to(device)[index], longest, width)
         captured = None if self._captured is None else self._captured.begin(prompts)
-        return logits[index], captured or PlainSteps(lambda *given: self._run_model(*given)[0], prompts)
+        return logits[index], captured or PlainSteps(lambda *arguments: self._run_model(*arguments)[0], prompts)
 
     def _read(self, texts: list[tuple[int, ...]]) -> tuple[torch.Tensor, Any]:
         """Run the model over prompts; return the logits (prompts, vocabulary) after each, and the cache."""
@@ -296,12 +296,14 @@ class EmbeddedEngine(Engine):
         logits, joined = list[torch.Tensor](), list[torch.Tensor]()
         for part in _parts(texts):
             self._pulse += 1
-            found, cache = self._read(part)
-            logits.append(found)
-            read = [one for layer in cache.layers for one in (layer.keys, layer.values)]
-            joined = joined or [one.new_zeros(len(texts), one.shape[1], longest, one.shape[3]) for one in read]
-            for whole, one in zip(joined, read, strict=True):
-                whole[row : row + len(part), :, -one.shape[2] :] = one
+            part_logits, cache = self._read(part)
+            logits.append(part_logits)
+            tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+            joined = joined or [
+                tensor.new_zeros(len(texts), tensor.shape[1], longest, tensor.shape[3]) for tensor in tensors
+            ]
+            for target, tensor in zip(joined, tensors, strict=True):
+                target[row : row + len(part), :, -tensor.shape[2] :] = tensor
             row += len(part)
         for number, layer in enumerate(cache.layers):
             layer.keys, layer.values = joined[2 * number : 2 * number + 2]
@@ -366,7 +368,7 @@ def takes_wide_masks(model: Any) -> bool:
     if any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size")):
         if set(getattr(config, "layer_types", None) or ()) != {"full_attention"}:
             return False  # a mask may differ only beyond the few tokens tried here
-    device, found = model.device, []
+    device, logits = model.device, []
     mask = torch.tensor([[False, True, True, True], [True] * 4], device=device)
     prompts, places = torch.tensor([[0, 1, 2], [2, 1, 0]], device=device), mask.cumsum(-1) - 1
     try:
@@ -386,14 +388,14 @@ def takes_wide_masks(model: Any) -> bool:
                 past_key_values=cache,
                 use_cache=True,
             )
-            found.append(output.logits)
+            logits.append(output.logits)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False  # the model does not take such a mask
-    return torch.equal(*found)
+    return torch.equal(*logits)
 
 
 def find_end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Token ids that end an answer, by the model's generation settings, its tokenizer and chat template."""
-    found = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = [*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id]
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = [*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id]
     return frozenset(token for token in ids if token is not None) | turn_end_ids(tokenizer)

@@ -61,21 +61,21 @@ def parse_generate(body: bytes) -> GenerateRequest:
         BadRequest: The body fits neither dialect, or uses an unsupported feature.
         msgspec.DecodeError: A field has the wrong type.
     """
-    read = msgspec.json.decode(body, type=_Body)
-    if read.prompt_logprobs is not None:
+    request = msgspec.json.decode(body, type=_Body)
+    if request.prompt_logprobs is not None:
         raise BadRequest("prompt_logprobs is not supported; log-probabilities of sampled tokens are")
-    if read.prompt is None:
-        params = read.sampling_params or _SglangSampling()
-        prompt: Any = read.text if read.input_ids is None else read.input_ids
+    if request.prompt is None:
+        params = request.sampling_params or _SglangSampling()
+        prompt: Any = request.text if request.input_ids is None else request.input_ids
         if prompt is None:
             raise BadRequest("either input_ids or text (sglang) or prompt (vllm) is needed")
-        return GenerateRequest(True, prompt, _sampling(params, params.max_new_tokens, read.stream))
-    prompt = read.prompt
+        return GenerateRequest(True, prompt, _sampling(params, params.max_new_tokens, request.stream))
+    prompt = request.prompt
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
         raise BadRequest("prompt must be a text or {'prompt_token_ids': [...]}")
-    return GenerateRequest(False, prompt, _sampling(read, read.max_tokens, read.stream))
+    return GenerateRequest(False, prompt, _sampling(request, request.max_tokens, request.stream))
 
 
 def _sampling(params: _SglangSampling | _Body, max_tokens: int, stream: bool) -> CompletionRequest:

@@ -31,10 +31,10 @@ class RowMoves:
     """
 
     def __init__(self, rows: int, leaving: list[int], device: torch.device) -> None:
-        gone = set(leaving)
-        self.count = rows - len(gone)
+        leaving_places = set(leaving)
+        self.count = rows - len(leaving_places)
         holes = [place for place in leaving if place < self.count]
-        movers = [place for place in range(self.count, rows) if place not in gone]
+        movers = [place for place in range(self.count, rows) if place not in leaving_places]
         self.order = list(range(self.count))
         for hole, mover in zip(holes, movers, strict=True):
             self.order[hole] = mover
@@ -75,13 +75,13 @@ class GrowingLayer(DynamicLayer):
         if self.keys is not self._view or not self._buffers:
             self.reorder_cache(moves.index)
             return
-        start = self._end - self._held()
+        start = self._end - self._length()
         for buffer in self._buffers:
             moves.apply(buffer, start, self._end)
         keys, values = (buffer[: moves.count, :, start : self._end] for buffer in self._buffers)
         self._hold(keys, values)
 
-    def _held(self) -> int:
+    def _length(self) -> int:
         keys = self.keys  # an empty layer holds a tensor of one dimension
         return keys.shape[-2] if keys is not None and keys.dim() == 4 else 0
 
@@ -90,20 +90,20 @@ class GrowingLayer(DynamicLayer):
         self._view = keys
 
     def _append(self, *added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, tokens, held = added[0].shape[0], added[0].shape[-2], self._held()
+        rows, tokens, length = added[0].shape[0], added[0].shape[-2], self._length()
         if self.keys is not self._view or not self._buffers or self._end + tokens > self._buffers[0].shape[-2]:
-            room = held + tokens + max(_BLOCK, (held + tokens) // 4)
-            room = max(min(room, self._longest), held + tokens)  # unused room spreads rows over more memory pages
+            room = length + tokens + max(_BLOCK, (length + tokens) // 4)
+            room = max(min(room, self._longest), length + tokens)  # unused room spreads rows over more memory pages
             former: tuple[Any, Any] = self.keys, self.values
             self._buffers = tuple(new.new_empty(rows, new.shape[1], room, new.shape[-1]) for new in added)
-            if held:
+            if length:
                 for buffer, old in zip(self._buffers, former, strict=True):
-                    buffer[:, :, :held] = old
-            self._end = held
+                    buffer[:, :, :length] = old
+            self._end = length
         end = self._end + tokens
         for buffer, new in zip(self._buffers, added, strict=True):
             buffer[:rows, :, self._end : end] = new
-        start, self._end = self._end - held, end
+        start, self._end = self._end - length, end
         keys, values = (buffer[:rows, :, start:end] for buffer in self._buffers)
         return keys, values
 
@@ -119,8 +119,8 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
             self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
         keys, values = self._append(key_states, value_states)
-        kept = slice(max(0, keys.shape[-2] - self.sliding_window + 1), None)
-        self._hold(keys[:, :, kept], values[:, :, kept])
+        window = slice(max(0, keys.shape[-2] - self.sliding_window + 1), None)
+        self._hold(keys[:, :, window], values[:, :, window])
         return keys, values
 
 
@@ -165,4 +165,4 @@ def keep_rows(cache: Any, moves: RowMoves) -> None:
 
 def _reorder_states(cache: Any, rows: torch.Tensor) -> None:
     states: list[Any] = getattr(cache, "linear_cache", [])
-    states[:] = [one[rows] if isinstance(one, torch.Tensor) else one for one in states]
+    states[:] = [state[rows] if isinstance(state, torch.Tensor) else state for state in states]

@@ -80,28 +80,28 @@ class SampleIndex:
     def add(self, prompt_ids: list[int], sample: Sample) -> None:
         """Remember a sample."""
         token_ids = sample.token_ids
-        kept = _Sample(_digest(prompt_ids), array("d", sample.logprobs), sample.versions)
+        entry = _Sample(_digest(prompt_ids), array("d", sample.logprobs), sample.versions)
         if len(token_ids) > 1 and token_ids[-1] in self._end_ids:
-            self._add(token_ids[:-1], kept, 0)  # before the whole sample, so that both are forgotten together
-        self._add(token_ids, kept, len(token_ids))
+            self._add(token_ids[:-1], entry, 0)  # before the whole sample, so that both are forgotten together
+        self._add(token_ids, entry, len(token_ids))
 
     def match(self, row: SoughtRow) -> MatchedRow | None:
         """The sampled tokens of a row, which may be none at all; None if one of its spans was not sampled here.
 
         Equal samples (short answers) are returned in the order in which they were sampled.
         """
-        found = MatchedRow([], [])
+        matched = MatchedRow([], [])
         for start, end in row.spans:
             sample = self._find(row.tokens[start:end], row.tokens[:start])
             if sample is None:
                 return None
-            left = end - start  # the row may leave out the end token
-            found.logprobs.extend(sample.logprobs[:left])
+            remaining = end - start  # the row may leave out the end token
+            matched.logprobs.extend(sample.logprobs[:remaining])
             for version, count in sample.versions:
-                if left:
-                    extend_runs(found.versions, version, min(count, left))
-                    left -= min(count, left)
-        return found
+                if remaining:
+                    extend_runs(matched.versions, version, min(count, remaining))
+                    remaining -= min(count, remaining)
+        return matched
 
     def _add(self, token_ids: list[int], sample: _Sample, size: int) -> None:
         key = _digest(token_ids)

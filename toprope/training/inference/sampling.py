@@ -31,7 +31,7 @@ class TokenSampler:
         self._device, self._generator = device, generator
         self._temperature, self._greedy, self._top_p = row_settings([request for request, _ in requests], device)
         self._seeded = [seeded_generator(request, number, device) for request, number in requests]
-        self._any_seeded = any(own is not None for own in self._seeded)
+        self._any_seeded = any(row_generator is not None for row_generator in self._seeded)
         self._drawn, self._used = torch.empty(0), DRAWN
 
     def keep(self, index: torch.Tensor, order: Sequence[int]) -> None:
@@ -56,9 +56,9 @@ class TokenSampler:
             return _draw((rows, 1), self._generator)
         if self._used == DRAWN:
             self._drawn, self._used = _draw((rows, DRAWN), self._generator), 0
-            for place, own in enumerate(self._seeded):
-                if own is not None:
-                    self._drawn[place] = _draw((DRAWN,), own)
+            for place, row_generator in enumerate(self._seeded):
+                if row_generator is not None:
+                    self._drawn[place] = _draw((DRAWN,), row_generator)
         self._used += 1
         return self._drawn[:, self._used - 1 : self._used]
 
@@ -67,7 +67,7 @@ def row_settings(
     requests: Sequence[SamplingRequest], device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Temperature, greedy rows and nucleus of the request of each row, as `choose_tokens` takes them."""
-    temperatures, nuclei = [one.temperature for one in requests], [one.top_p for one in requests]
+    temperatures, nuclei = [request.temperature for request in requests], [request.top_p for request in requests]
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, device=device).unsqueeze(1)

@@ -104,12 +104,12 @@ def join_turns(turns: list[Turn]) -> list[Segment]:
     """Join turns into segments: a turn whose prompt continues the last sequence extends it, others start a new one."""
     segments: list[Segment] = []
     for turn in turns:
-        known = segments[-1].tokens if segments else []
-        if not segments or turn.prompt_ids[: len(known)] != known:
+        former = segments[-1].tokens if segments else []
+        if not segments or turn.prompt_ids[: len(former)] != former:
             segments.append(Segment([], [], [], []))
-            known = []
+            former = []
         segment = segments[-1]
-        between = turn.prompt_ids[len(known) :]
+        between = turn.prompt_ids[len(former) :]
         segment.tokens += between + turn.completion_ids
         segment.masks += [MASKED] * len(between) + turn.completion_ids
         segment.logprobs += [PROMPT_LOGPROB] * len(between) + turn.logprobs
@@ -180,7 +180,7 @@ class SessionStore:
     def close(self, key: str) -> int:
         """Forget the session of that key and its sub-sessions; returns how many there were."""
         self._sampling.pop(key, None)
-        found = list(self.matching(key))
-        for name in found:
+        names = list(self.matching(key))
+        for name in names:
             del self._sessions[name]
-        return len(found)
+        return len(names)

@@ -32,7 +32,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)>\n?")
 _END = re.compile(r"\s*</function>")
 _MISTRAL = "[TOOL_CALLS]"
 _MARK = re.compile(r"<tool_call>|<function=|\[TOOL_CALLS\]|<｜tool▁calls?▁begin｜>")
-_NAMED = re.compile(
+_CALL_NAME = re.compile(
     r"\[TOOL_CALLS\]\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)"
     r"|(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)\s*(?=\{)"
 )
@@ -62,80 +62,80 @@ def parse_tool_calls(
         raw: The answer with special tokens, if it is known.
     """
     offered = {
-        str(one["function"].get("name")): one["function"] for one in tools if isinstance(one.get("function"), dict)
+        str(tool["function"].get("name")): tool["function"] for tool in tools if isinstance(tool.get("function"), dict)
     }
-    whole = raw or text
-    mark = _MARK.search(whole)
-    start = mark.start() if mark else len(whole)
-    is_json = text.lstrip().startswith("{") and whole.find("{") < start
+    answer = raw or text
+    mark = _MARK.search(answer)
+    start = mark.start() if mark else len(answer)
+    is_json = text.lstrip().startswith("{") and answer.find("{") < start
     form = "{" if is_json else mark[0] if mark else ""
     calls: list[tuple[str, Any]] = []
     try:
         if form == "{":
-            start, rest = 0, text.strip()
-            while rest:
-                one, end = _DECODER.raw_decode(rest)
-                calls.append(_of_object(one))
-                rest = rest[end:].lstrip("; \n")
+            start, remainder = 0, text.strip()
+            while remainder:
+                call, end = _DECODER.raw_decode(remainder)
+                calls.append(_parse_object(call))
+                remainder = remainder[end:].lstrip("; \n")
         elif form == "<tool_call>":
-            whole, start = text, text.find(form)
+            answer, start = text, text.find(form)
             for closed, left_open in _CALL.findall(text):
                 body = (closed or left_open).strip()
-                calls += _of_xml(body, offered) or [_of_object(json.loads(body))]
+                calls += _parse_xml(body, offered) or [_parse_object(json.loads(body))]
         elif form == "<function=":
-            whole, start = text, text.find(form)
-            calls = _of_xml(text[start:], offered)
-        elif form == _MISTRAL and not _NAMED.match(whole, start):
-            listed = _DECODER.raw_decode(whole[start:].removeprefix(_MISTRAL).lstrip())[0]
-            calls = [_of_object(one) for one in (listed if isinstance(listed, list) else [listed])]
+            answer, start = text, text.find(form)
+            calls = _parse_xml(text[start:], offered)
+        elif form == _MISTRAL and not _CALL_NAME.match(answer, start):
+            listed = _DECODER.raw_decode(answer[start:].removeprefix(_MISTRAL).lstrip())[0]
+            calls = [_parse_object(call) for call in (listed if isinstance(listed, list) else [listed])]
         elif form:
             at = start
-            while found := _NAMED.search(whole, at):
-                given, at = _DECODER.raw_decode(whole, found.end())
-                calls.append((found[1] or found[2], given))
+            while name_match := _CALL_NAME.search(answer, at):
+                arguments, at = _DECODER.raw_decode(answer, name_match.end())
+                calls.append((name_match[1] or name_match[2], arguments))
         if not calls or (form in ("{", "<function=") and any(name not in offered for name, _ in calls)):
             return text, []
-        written = [
-            {"name": name, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
-            for name, given in calls
+        encoded_calls = [
+            {"name": name, "arguments": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
+            for name, value in calls
         ]
-        "".join(part for call in written for part in call.values()).encode()  # lone surrogates fit into no answer
+        "".join(part for call in encoded_calls for part in call.values()).encode()  # lone surrogates fit into no answer
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return text, []
-    return whole[:start].strip(), written
+    return answer[:start].strip(), encoded_calls
 
 
-def _of_object(call: Any) -> tuple[str, Any]:
-    name, given = call["name"], call.get("arguments", call.get("parameters", {}))
+def _parse_object(call: Any) -> tuple[str, Any]:
+    name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
     if not isinstance(name, str):
         raise TypeError("a tool's name is a text")
-    return name, given
+    return name, arguments
 
 
-def _of_xml(body: str, offered: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+def _parse_xml(body: str, offered: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
     """Names and arguments of Qwen3-Coder's form; nothing if it is another.
 
     Raises:
         ValueError: A call or a parameter is not closed.
     """
     calls: list[tuple[str, Any]] = []
-    found = _FUNCTION.match(body)
-    while found:
-        kinds = (offered.get(found[1], {}).get("parameters") or {}).get("properties") or {}
-        given: dict[str, Any] = {}
-        at = found.end()
+    function = _FUNCTION.match(body)
+    while function:
+        kinds = (offered.get(function[1], {}).get("parameters") or {}).get("properties") or {}
+        arguments: dict[str, Any] = {}
+        at = function.end()
         while parameter := _PARAMETER.match(body, at):
             end = body.index("</parameter>", parameter.end())
             name, value = parameter[1], body[parameter.end() : end].removesuffix("\n")
-            given[name] = value
+            arguments[name] = value
             if (kinds.get(name) or {}).get("type", "string") != "string":
                 with contextlib.suppress(ValueError):
-                    given[name] = json.loads(value)
+                    arguments[name] = json.loads(value)
             at = end + len("</parameter>")
         if (closing := _END.match(body, at)) is None:
             raise ValueError("a call is not closed")
-        calls.append((found[1], given))
-        found = _FUNCTION.search(body, closing.end())
+        calls.append((function[1], arguments))
+        function = _FUNCTION.search(body, closing.end())
     return calls
 
 
@@ -206,8 +206,8 @@ class MessageRenderer:
         if tools and not self._supports_tools:
             introduction = _INTRODUCTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
             if messages and messages[0].get("role") == "system":
-                first = messages[0]
-                messages = [{**first, "content": f"{first.get('content') or ''}\n\n{introduction}"}, *messages[1:]]
+                system = messages[0]
+                messages = [{**system, "content": f"{system.get('content') or ''}\n\n{introduction}"}, *messages[1:]]
             else:
                 messages = [{"role": "system", "content": introduction}, *messages]
         return messages
@@ -233,11 +233,11 @@ class MessageRenderer:
                 for call, function in zip(calls, functions, strict=True)
             ]
             return message
-        written = (f"<tool_call>\n{json.dumps(function)}\n</tool_call>" for function in functions)
-        return {"role": "assistant", "content": "\n".join(filter(None, [message["content"], *written]))}
+        call_texts = (f"<tool_call>\n{json.dumps(function)}\n</tool_call>" for function in functions)
+        return {"role": "assistant", "content": "\n".join(filter(None, [message["content"], *call_texts]))}
 
-    def _id(self, given: Any) -> Any:
-        return hashlib.blake2b(str(given).encode(), digest_size=5).hexdigest()[:9] if self._short_ids else given
+    def _id(self, call_id: Any) -> Any:
+        return hashlib.blake2b(str(call_id).encode(), digest_size=5).hexdigest()[:9] if self._short_ids else call_id
 
 
 def _needs_conversion(message: dict[str, Any]) -> bool:

@@ -73,7 +73,7 @@ class Verdicts:
 
     def __init__(self, path: Path, most: int = 20_000) -> None:
         self._path, self._most = path, most
-        self._found: dict[str, str] = {}
+        self._verdicts: dict[str, str] = {}
         if not path.is_file():
             return
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -86,7 +86,7 @@ class Verdicts:
 
     def get(self, key: str) -> str | None:
         """The verdict; None if it was never given."""
-        return self._found.get(key)
+        return self._verdicts.get(key)
 
     def keep(self, key: str, verdict: str, *, sealed: bool) -> None:
         """Keep a verdict, in memory only if it is about a held-out task or the disk is full."""
@@ -101,10 +101,10 @@ class Verdicts:
                 raise
 
     def _remember(self, key: str, verdict: str) -> None:
-        self._found.pop(key, None)
-        self._found[key] = verdict
-        while len(self._found) > self._most:
-            del self._found[next(iter(self._found))]
+        self._verdicts.pop(key, None)
+        self._verdicts[key] = verdict
+        while len(self._verdicts) > self._most:
+            del self._verdicts[next(iter(self._verdicts))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +122,9 @@ class Judge:
     @property
     def part(self) -> RewardPart:
         """The part as environments declare theirs."""
-        one = self.function
-        what = "ranks the answers of a group" if one.compare else "scores the answer by a rubric"
-        return RewardPart(one.weight, one.low, one.high, f"the model {one.judge} {what}")
+        function = self.function
+        role = "ranks the answers of a group" if function.compare else "scores the answer by a rubric"
+        return RewardPart(function.weight, function.low, function.high, f"the model {function.judge} {role}")
 
 
 class Judges:
@@ -156,69 +156,74 @@ class Judges:
             ComponentFailed: A model answers no question, or the run may spend no more.
         """
         outcomes = list(group.outcomes)
-        prompts = [to_text(one) for one in group.prompts] or [to_text(group.messages)] * len(outcomes)
+        prompts = [to_text(prompt) for prompt in group.prompts] or [to_text(group.messages)] * len(outcomes)
         talks = group.talks or [[] for _ in outcomes]
         answers = [to_text(talk) or text for talk, text in zip(talks, group.texts, strict=True)]
-        places = [place for place, one in enumerate(outcomes) if one.error is None]
+        places = [place for place, outcome in enumerate(outcomes) if outcome.error is None]
         work = [(prompts[place], answers[place]) for place in places]
-        given = await asyncio.gather(*(self._judged(one, work, split == _SEALED) for one in self._judges))
+        results = await asyncio.gather(*(self._judge_pairs(judge, work, split == _SEALED) for judge in self._judges))
         in_force = {**self._weights, **(weights or {})}
         for number, place in enumerate(places):
-            mine = {judge.function.name: found[number] for judge, found in zip(self._judges, given, strict=True)}
-            outcomes[place] = _rewarded(outcomes[place], mine, in_force, split == _SEALED)
+            answer_results = {
+                judge.function.name: judge_results[number]
+                for judge, judge_results in zip(self._judges, results, strict=True)
+            }
+            outcomes[place] = _add_results(outcomes[place], answer_results, in_force, split == _SEALED)
             if self._decide and outcomes[place].error is None:
                 outcomes[place] = replace(outcomes[place], success=self._solves(outcomes[place].parts, in_force))
         return dataclasses.replace(group, outcomes=outcomes)
 
     def _solves(self, values: Mapping[str, float], weights: Mapping[str, float]) -> bool:
         """Return True if the scores of judges are large enough for a success; a rank depends on the other answers."""
-        given = low = high = 0.0
-        for function in (one.function for one in self._judges if not one.function.compare):
+        reward = low = high = 0.0
+        for function in (judge.function for judge in self._judges if not judge.function.compare):
             weight = weights[function.name]
             ends = (weight * function.low, weight * function.high)
-            given, low, high = given + weight * values[function.name], low + min(ends), high + max(ends)
-        return high > low and given >= low + _SOLVED * (high - low) - 1e-9
+            reward, low, high = reward + weight * values[function.name], low + min(ends), high + max(ends)
+        return high > low and reward >= low + _SOLVED * (high - low) - 1e-9
 
-    async def _judged(
+    async def _judge_pairs(
         self, judge: Judge, work: Sequence[tuple[str, str]], sealed: bool
     ) -> list[tuple[float, str] | Unreadable]:
         """Value and raw verdict for each pair of a prompt and the answer to it."""
-        one, distinct = judge.function, list(dict.fromkeys(work))
-        found: dict[tuple[str, str], tuple[float, str] | Unreadable]
-        if one.compare and len(distinct) > 1:
+        function, distinct = judge.function, list(dict.fromkeys(work))
+        results: dict[tuple[str, str], tuple[float, str] | Unreadable]
+        if function.compare and len(distinct) > 1:
             # The order must not tell who answered first, and must be the same when the question is repeated.
             random.Random("\0".join(sorted(answer for _, answer in distinct))).shuffle(distinct)
-            question = ranking_question(one.rubric, *_side_by_side(distinct))
+            question = ranking_question(function.rubric, *_side_by_side(distinct))
             try:
-                values, said = await self._asked(
+                values, verdict = await self._ask(
                     judge, question, sealed, lambda text: read_ranking(text, len(distinct))
                 )
-                found = {pair: (value, said) for pair, value in zip(distinct, values, strict=True)}
+                results = {pair: (value, verdict) for pair, value in zip(distinct, values, strict=True)}
             except Unreadable as error:
-                found = dict.fromkeys(distinct, error)
-        elif one.compare:  # nothing to compare with
-            found = dict.fromkeys(distinct, (0.5, ""))
+                results = dict.fromkeys(distinct, error)
+        elif function.compare:  # nothing to compare with
+            results = dict.fromkeys(distinct, (0.5, ""))
         else:
-            scores = await asyncio.gather(*(self._scored(judge, *pair, sealed) for pair in distinct))
-            found = dict(zip(distinct, scores, strict=True))
-        return [_scaled(found[pair], one) for pair in work]
+            scores = await asyncio.gather(*(self._score_answer(judge, *pair, sealed) for pair in distinct))
+            results = dict(zip(distinct, scores, strict=True))
+        return [_scale(results[pair], function) for pair in work]
 
-    async def _scored(self, judge: Judge, prompt: str, answer: str, sealed: bool) -> tuple[float, str] | Unreadable:
+    async def _score_answer(
+        self, judge: Judge, prompt: str, answer: str, sealed: bool
+    ) -> tuple[float, str] | Unreadable:
         question = score_question(judge.function.rubric, prompt, answer)
         try:
-            [value], said = await self._asked(judge, question, sealed, lambda text: [read_score(text)])
-            return value, said
+            [value], verdict = await self._ask(judge, question, sealed, lambda text: [read_score(text)])
+            return value, verdict
         except Unreadable as error:
             return error
 
-    async def _asked(
-        self, judge: Judge, question: str, sealed: bool, read: Callable[[str], list[float]]
+    async def _ask(
+        self, judge: Judge, question: str, sealed: bool, parse: Callable[[str], list[float]]
     ) -> tuple[list[float], str]:
         """The values that a judge gives, with its raw answer. Raises: Unreadable."""
         endpoint = judge.model.endpoint
         key = hashlib.sha256(json.dumps([endpoint.base_url, endpoint.model, question]).encode()).hexdigest()
-        if (known := self._verdicts.get(key)) is not None:
-            return read(known), known
+        if (verdict := self._verdicts.get(key)) is not None:
+            return parse(verdict), verdict
         problem = Unreadable("the judge was not asked")
         room = _MOST_TOKENS
         for _ in range(_TRIES):
@@ -228,7 +233,7 @@ class Judges:
             except Unanswered as error:
                 raise Unreadable(error.message) from None
             try:
-                values = read(answer.text)
+                values = parse(answer.text)
             except Unreadable as error:
                 problem = Unreadable(f"{error}; it answered {answer.text[-200:]!r}" if not sealed else str(error))
                 room = _MORE_TOKENS if answer.truncated else room
@@ -277,23 +282,26 @@ def _side_by_side(work: Sequence[tuple[str, str]]) -> tuple[str, list[str]]:
     return "It stands above each answer.", [f"Task:\n{prompt}\n\nAnswer:\n{answer}" for prompt, answer in work]
 
 
-def _scaled(found: tuple[float, str] | Unreadable, one: RewardFunction) -> tuple[float, str] | Unreadable:
-    return found if isinstance(found, Unreadable) else (one.low + (one.high - one.low) * found[0], found[1])
+def _scale(result: tuple[float, str] | Unreadable, function: RewardFunction) -> tuple[float, str] | Unreadable:
+    if isinstance(result, Unreadable):
+        return result
+    share, verdict = result
+    return function.low + (function.high - function.low) * share, verdict
 
 
-def _rewarded(
+def _add_results(
     outcome: Outcome,
-    given: Mapping[str, tuple[float, str] | Unreadable],
+    results: Mapping[str, tuple[float, str] | Unreadable],
     weights: Mapping[str, float],
     sealed: bool,
 ) -> Outcome:
     values, verdicts = dict(outcome.parts), {}
-    for name, found in given.items():
-        if isinstance(found, Unreadable):
-            error = f"{JUDGE_FAILED}: {name}: {found}"[:500]
+    for name, result in results.items():
+        if isinstance(result, Unreadable):
+            error = f"{JUDGE_FAILED}: {name}: {result}"[:500]
             return Outcome(0.0, turns=outcome.turns, truncated=outcome.truncated, error=error, seat=outcome.seat)
-        values[name] = found[0]
-        if found[1] and not sealed:
-            verdicts[name] = found[1][-_LONGEST_VERDICT:]
+        values[name] = result[0]
+        if result[1] and not sealed:
+            verdicts[name] = result[1][-_LONGEST_VERDICT:]
     reward = sum(weights.get(name, 0.0) * value for name, value in values.items())
     return replace(outcome, parts=values, reward=reward, verdicts=verdicts)

@@ -30,7 +30,7 @@ class Unreadable(Exception):
 def to_text(messages: Messages) -> str:
     """A conversation as text, cut in the middle if it is long."""
     many = len(messages) > 1
-    text = "\n".join(f"{one.get('role', '')}: {said(one)}" if many else said(one) for one in messages)
+    text = "\n".join(f"{message.get('role', '')}: {said(message)}" if many else said(message) for message in messages)
     half = _LONGEST // 2
     return text if len(text) <= _LONGEST else f"{text[:half]}\n[... left out ...]\n{text[-half:]}"
 
@@ -39,8 +39,8 @@ def score_question(rubric: str, prompt: str, answer: str) -> str:
     """Ask for a score of one answer."""
     mark = _mark(rubric, prompt, answer)
     return (
-        f"Grade an answer by this rubric:\n\n{rubric.strip()}\n\n{_quoted(mark, 'task', prompt)}\n\n"
-        f"{_quoted(mark, 'answer', answer)}\n\n{_warning(mark)} Explain briefly, then end with one line of the form\n"
+        f"Grade an answer by this rubric:\n\n{rubric.strip()}\n\n{_quote(mark, 'task', prompt)}\n\n"
+        f"{_quote(mark, 'answer', answer)}\n\n{_warning(mark)} Explain briefly, then end with one line of the form\n"
         f"Score: N\nwhere N is a number from 0 (worst) to {HIGHEST} (best)."
     )
 
@@ -48,10 +48,10 @@ def score_question(rubric: str, prompt: str, answer: str) -> str:
 def ranking_question(rubric: str, prompt: str, answers: Sequence[str]) -> str:
     """Ask for a ranking of several answers, numbered from 1."""
     mark = _mark(rubric, prompt, *answers)
-    listed = "\n\n".join(_quoted(mark, f"answer {number}", one) for number, one in enumerate(answers, 1))
+    listed = "\n\n".join(_quote(mark, f"answer {number}", answer) for number, answer in enumerate(answers, 1))
     return (
         f"Rank {len(answers)} answers to one task by this rubric:\n\n{rubric.strip()}\n\n"
-        f"{_quoted(mark, 'task', prompt)}\n\n{listed}\n\n{_warning(mark)} Explain briefly, then end with one line "
+        f"{_quote(mark, 'task', prompt)}\n\n{listed}\n\n{_warning(mark)} Explain briefly, then end with one line "
         f"of the form\nRanking: {', '.join(map(str, range(1, min(len(answers), 3) + 1)))}\nthat has the number of each "
         "answer once, the best first."
     )
@@ -76,7 +76,7 @@ def read_ranking(text: str, count: int) -> list[float]:
         Unreadable: The text has no ranking, or it lacks or repeats a number.
     """
     found = _RANKING.findall(text)
-    order = [int(one) for one in re.findall(r"\d+", found[-1])] if found else []
+    order = [int(digits) for digits in re.findall(r"\d+", found[-1])] if found else []
     if sorted(order) != list(range(1, count + 1)):
         raise Unreadable(f"no line 'Ranking: ...' with each number from 1 to {count} once")
     values = [0.0] * count
@@ -89,8 +89,8 @@ def _mark(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _quoted(mark: str, what: str, text: str) -> str:
-    return f"<<{what} {mark}>>\n{text}\n<<end of {what} {mark}>>"
+def _quote(mark: str, label: str, text: str) -> str:
+    return f"<<{label} {mark}>>\n{text}\n<<end of {label} {mark}>>"
 
 
 def _warning(mark: str) -> str:

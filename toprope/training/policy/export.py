@@ -61,9 +61,9 @@ def export_policy(
             raise InvalidValue("This run trained full weights, so there are no adapters.", hint="Export form merged.")
         _copy(model, target)
         if base:
-            written = json.loads((target / _ADAPTER).read_bytes())
-            named = written | {"base_model_name_or_path": base, "revision": revision}
-            (target / _ADAPTER).write_text(json.dumps(named, indent=2) + "\n")
+            adapter_config = json.loads((target / _ADAPTER).read_bytes())
+            with_base = adapter_config | {"base_model_name_or_path": base, "revision": revision}
+            (target / _ADAPTER).write_text(json.dumps(with_base, indent=2) + "\n")
         return
     merged = target if form == "merged" else target / ".merged"
     if adapters or dtype != DTYPES[0]:
@@ -90,11 +90,11 @@ def _save_merged(model: Path, target: Path, dtype: str) -> None:
 
     policy = load_pretrained(model, "cpu", dtype=torch.float32).eval()
     ids = _probe(policy)
-    before = _logprobs(policy, ids)
-    stored = getattr(torch, dtype) if dtype != DTYPES[0] else _stored_dtype(model)
+    unmerged_logprobs = _logprobs(policy, ids)
+    stored_dtype = getattr(torch, dtype) if dtype != DTYPES[0] else _stored_dtype(model)
     if (model / _ADAPTER).is_file():
         policy = _merge(model)
-        difference = float((_logprobs(policy, ids) - before).abs().max())
+        difference = float((_logprobs(policy, ids) - unmerged_logprobs).abs().max())
         if not difference <= _TOLERANCE:
             raise ComponentFailed(
                 f"Merging the adapters changed the policy: log-probabilities differ by {difference:.2g}. Nothing was "
@@ -102,7 +102,7 @@ def _save_merged(model: Path, target: Path, dtype: str) -> None:
                 hint="Export form adapter instead.",
             )
     target.mkdir(parents=True, exist_ok=True)
-    policy.to(stored).save_pretrained(target, safe_serialization=True)
+    policy.to(stored_dtype).save_pretrained(target, safe_serialization=True)
     load_tokenizer(model).save_pretrained(target)
 
 
@@ -154,12 +154,12 @@ def _convert(model: Path, file: Path, converter: Sequence[str]) -> None:
     command = [*converter, str(model), "--outfile", str(file), "--outtype", "auto"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CONVERTER_S)
-        said = (done.stderr or done.stdout).decode(errors="replace").strip()
+        output = (done.stderr or done.stdout).decode(errors="replace").strip()
         failed = done.returncode != 0 or not file.is_file()
     except (OSError, subprocess.TimeoutExpired) as error:
-        said, failed = str(error), True
+        output, failed = str(error), True
     if failed:
         raise ComponentFailed(
-            f"llama.cpp's converter did not convert this model: {said[-_SAID:]}",
+            f"llama.cpp's converter did not convert this model: {output[-_SAID:]}",
             hint="Not every architecture and tokenizer has a GGUF form; export form merged works for all.",
         )

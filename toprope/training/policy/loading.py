@@ -55,8 +55,8 @@ def place(policy: PolicySection, cache: Path, report: Callable[[Progress], objec
         return _build_embedded(policy.model, cache, report)
     local = Path(policy.model).expanduser()
     if local.is_dir():
-        saved = ("tokenizer_config.json",)
-        for name in saved if (local / ADAPTERS).is_file() else ("config.json", *saved):
+        tokenizer_files = ("tokenizer_config.json",)
+        for name in tokenizer_files if (local / ADAPTERS).is_file() else ("config.json", *tokenizer_files):
             if not (local / name).is_file():
                 raise InvalidValue(
                     f"The folder {local} has no {name}, so it is not a saved model with its tokenizer.",
@@ -69,8 +69,10 @@ def place(policy: PolicySection, cache: Path, report: Callable[[Progress], objec
                 hint="Save the model again with save_pretrained, or set policy.model to another folder or a Hub id.",
             )
         checkpoint = local.resolve().parent
-        ours = local.name == "model" and (checkpoint / MANIFEST).is_file() and (checkpoint / "state.json").is_file()
-        if ours and (problem := problem_of(checkpoint)) is not None:
+        is_checkpoint = (
+            local.name == "model" and (checkpoint / MANIFEST).is_file() and (checkpoint / "state.json").is_file()
+        )
+        if is_checkpoint and (problem := problem_of(checkpoint)) is not None:
             raise Corrupt(
                 f"The checkpoint {checkpoint} cannot be used: {problem}.",
                 hint="It was not changed. Set policy.model to the folder model/ of another checkpoint.",
@@ -118,10 +120,10 @@ def _build_embedded(name: str, cache: Path, report: Callable[[Progress], object]
 def _download(policy: PolicySection, report: Callable[[Progress], object]) -> Path:
     from huggingface_hub import constants
 
-    found = check_hub_model(policy, _NEEDED, Path(constants.HF_HUB_CACHE))
-    known = "" if found is None else f" at {found.commit[:12]} ({found.bytes / 1e6:.0f} MB, licence: {found.licence})"
-    report(Progress(f"fetching {policy.model}{known}", 0, 1))
-    folder = fetch(policy, _NEEDED, policy.revision if found is None else found.commit)
+    model = check_hub_model(policy, _NEEDED, Path(constants.HF_HUB_CACHE))
+    facts = "" if model is None else f" at {model.commit[:12]} ({model.bytes / 1e6:.0f} MB, licence: {model.licence})"
+    report(Progress(f"fetching {policy.model}{facts}", 0, 1))
+    folder = fetch(policy, _NEEDED, policy.revision if model is None else model.commit)
     report(Progress(f"fetching {policy.model}", 1, 1))
     return folder
 
@@ -171,20 +173,24 @@ def load_tokenizer(folder: Path, variables: Mapping[str, Any] | None = None) -> 
             f"The tokenizer of {folder} has no chat template.",
             hint="Choose an instruction-tuned model, or add a chat_template to its tokenizer.",
         )
-    given = tokenizer.chat_template
-    if variables and isinstance(given, dict):
-        tokenizer.chat_template = {name: with_variables(one, variables) for name, one in given.items()}
+    chat_template = tokenizer.chat_template
+    if variables and isinstance(chat_template, dict):
+        tokenizer.chat_template = {
+            name: with_variables(template, variables) for name, template in chat_template.items()
+        }
     elif variables:
-        tokenizer.chat_template = with_variables(given, variables)
+        tokenizer.chat_template = with_variables(chat_template, variables)
     return tokenizer
 
 
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     """Return a chat template in which these variables have these values, unless it is given others."""
-    written = {name: "none" if one is None else json.dumps(one, ensure_ascii=False) for name, one in variables.items()}
+    literals = {
+        name: "none" if value is None else json.dumps(value, ensure_ascii=False) for name, value in variables.items()
+    }
     head = "".join(
-        f"{{% if {name} is not defined %}}{{% set {name} = {one} %}}{{% endif %}}"
-        for name, one in sorted(written.items())
+        f"{{% if {name} is not defined %}}{{% set {name} = {literal} %}}{{% endif %}}"
+        for name, literal in sorted(literals.items())
     )
     return template if template.startswith(head) else f"{head}\n{template}"  # Jinja drops a newline behind a block
 
@@ -197,11 +203,13 @@ def kept_variables(model: str | Path) -> dict[str, Any]:
         files = (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja")))
         templates = [file.read_text("utf-8") for file in files if file.is_file()]
         if not templates and (config := folder / "tokenizer_config.json").is_file():
-            given = json.loads(config.read_bytes()).get("chat_template") or []
-            templates = [given] if isinstance(given, str) else [one["template"] for one in given]
+            chat_template = json.loads(config.read_bytes()).get("chat_template") or []
+            templates = (
+                [chat_template] if isinstance(chat_template, str) else [entry["template"] for entry in chat_template]
+            )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
         return {}
-    kept: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     for template in templates:
         end = 0
         while (head := _KEPT.match(template, end)) is not None:
@@ -217,12 +225,12 @@ def kept_variables(model: str | Path) -> dict[str, Any]:
             end += len(_KEPT_END)
             end += template.startswith("\n", end)
             with suppress(ValueError):  # a default of the template's own for what nobody may set
-                kept = template_variables({head[1]: value}) | kept
-    return kept
+                variables = template_variables({head[1]: value}) | variables
+    return variables
 
 
 @contextmanager
-def _explain_failure(what: str, folder: Path) -> Iterator[None]:
+def _explain_failure(part: str, folder: Path) -> Iterator[None]:
     """Turn errors of the libraries about a damaged or too recent folder into one with the remedy."""
     try:
         yield
@@ -230,7 +238,7 @@ def _explain_failure(what: str, folder: Path) -> Iterator[None]:
         raise
     except Exception as error:  # transformers, tokenizers, safetensors and torch raise errors of many types
         raise InvalidValue(
-            f"The {what} in {folder} cannot be loaded: {type(error).__name__}: {first_line(error)}",
+            f"The {part} in {folder} cannot be loaded: {type(error).__name__}: {first_line(error)}",
             hint="Set policy.model to another folder or Hub id, save or download it again, or update transformers.",
         ) from error
 
@@ -329,8 +337,8 @@ def load_model(
 def _base_of(folder: Path) -> tuple[str, str | None]:
     """The model below the adapters of a folder, and its revision: a folder, or an id of the Hub."""
     with _explain_failure("adapters", folder):
-        saved = json.loads((folder / ADAPTERS).read_bytes())
-        return str(Path(saved["base_model_name_or_path"])), saved.get("revision")
+        adapters = json.loads((folder / ADAPTERS).read_bytes())
+        return str(Path(adapters["base_model_name_or_path"])), adapters.get("revision")
 
 
 def _take_over_adapters(folder: Path, model: Any, policy: PolicySection) -> None:
@@ -342,22 +350,24 @@ def _take_over_adapters(folder: Path, model: Any, policy: PolicySection) -> None
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     with _explain_failure("adapters", folder):
-        saved = json.loads((folder / ADAPTERS).read_bytes())
-        loaded = load_peft_weights(str(folder), device="cpu")
-    own = get_peft_model_state_dict(model, save_embedding_layers=False)
-    shapes, own_shapes = ({name: value.shape for name, value in one.items()} for one in (loaded, own))
-    scaled = bool(saved.get("use_rslora") or saved.get("alpha_pattern"))  # otherwise than by lora_alpha / r
-    if shapes != own_shapes or saved.get("lora_alpha") != policy.lora_alpha or scaled:
-        targets = saved.get("target_modules") or ()  # all-linear is saved as the whole names of all modules
-        names = [targets] if isinstance(targets, str) else sorted({one.rpartition(".")[2] for one in targets})
-        asked = f"policy.lora_rank {policy.lora_rank}, lora_alpha {policy.lora_alpha:g}"
+        adapters = json.loads((folder / ADAPTERS).read_bytes())
+        saved_weights = load_peft_weights(str(folder), device="cpu")
+    new_weights = get_peft_model_state_dict(model, save_embedding_layers=False)
+    shapes, new_shapes = (
+        {name: value.shape for name, value in weights.items()} for weights in (saved_weights, new_weights)
+    )
+    scaled = bool(adapters.get("use_rslora") or adapters.get("alpha_pattern"))  # otherwise than by lora_alpha / r
+    if shapes != new_shapes or adapters.get("lora_alpha") != policy.lora_alpha or scaled:
+        targets = adapters.get("target_modules") or ()  # all-linear is saved as the whole names of all modules
+        names = [targets] if isinstance(targets, str) else sorted({target.rpartition(".")[2] for target in targets})
+        wanted_settings = f"policy.lora_rank {policy.lora_rank}, lora_alpha {policy.lora_alpha:g}"
         raise _unfit_adapters(
             folder,
-            f"this run trains others ({asked}, lora_target_modules {policy.lora_target_modules})",
-            f"set policy.lora_rank to {saved.get('r')}, lora_alpha to {saved.get('lora_alpha')} and "
+            f"this run trains others ({wanted_settings}, lora_target_modules {policy.lora_target_modules})",
+            f"set policy.lora_rank to {adapters.get('r')}, lora_alpha to {adapters.get('lora_alpha')} and "
             f"lora_target_modules to all-linear or {','.join(names)}, as they were trained",
         )
-    set_peft_model_state_dict(model, loaded)
+    set_peft_model_state_dict(model, saved_weights)
 
 
 def _unfit_adapters(folder: Path, why: str, cure: str) -> InvalidValue:

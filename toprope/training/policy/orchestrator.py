@@ -120,8 +120,8 @@ class OrchestratorPolicy:
         folder = Path(path).expanduser().resolve()
         if (folder / "spec.json").is_file():
             run = RunFolder(folder)
-            found, damaged = newest_sound(run)
-            if found is None:
+            checkpoint, damaged = newest_sound(run)
+            if checkpoint is None:
                 if damaged:
                     raise no_sound_checkpoint(run, damaged)
                 raise NotFound(f"The run {folder.name} has no checkpoint yet.")
@@ -130,7 +130,7 @@ class OrchestratorPolicy:
                 "mode": knobs.get("mode", "structured"),
                 "system_prompt": knobs.get("system_prompt", "descriptions"),
             } | arguments
-            return cls.from_pretrained(found.path / "model", **arguments)
+            return cls.from_pretrained(checkpoint.path / "model", **arguments)
         if (folder / "model").is_dir():
             folder = folder / "model"
         if not folder.is_dir():

@@ -64,37 +64,37 @@ def check_hub_model(policy: PolicySection, patterns: Sequence[str], cache: Path)
         info: Any = HfApi().model_info(policy.model, revision=policy.revision, files_metadata=True)
     except Exception:  # the download that follows words every reason
         return None
-    sizes = {str(one.rfilename): int(one.size or 0) for one in info.siblings or ()}
-    wanted = {name: size for name, size in sizes.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
-    lacking = {
+    sizes = {str(file.rfilename): int(file.size or 0) for file in info.siblings or ()}
+    needed = {name: size for name, size in sizes.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+    required_files = {
         "weights as safetensors (pickled ones are not loaded, because that would run code in them)": "*.safetensors",
         "configuration (config.json)": "config.json",
         "tokenizer (tokenizer.json, tokenizer.model or vocab.json)": "*[tv]o[kc]*",
     }
-    for what, pattern in lacking.items():
-        if not any(fnmatch.fnmatch(name, pattern) for name in wanted):
+    for requirement, pattern in required_files.items():
+        if not any(fnmatch.fnmatch(name, pattern) for name in needed):
             raise InvalidValue(
-                f"The model {policy.model!r} on the Hub has no {what}. Nothing was downloaded.",
+                f"The model {policy.model!r} on the Hub has no {requirement}. Nothing was downloaded.",
                 hint="Set policy.model to another id, or to a local folder saved with save_pretrained.",
             )
-    need = sum(wanted.values()) + _SPARE
-    place = next((one for one in (cache, *cache.parents) if one.exists()), Path("/"))
-    held = cache / f"models--{policy.model.replace('/', '--')}" / "snapshots" / str(info.sha)
-    if not held.is_dir() and (free := shutil.disk_usage(place).free) < need:
+    need = sum(needed.values()) + _SPARE
+    place = next((folder for folder in (cache, *cache.parents) if folder.exists()), Path("/"))
+    snapshot = cache / f"models--{policy.model.replace('/', '--')}" / "snapshots" / str(info.sha)
+    if not snapshot.is_dir() and (free := shutil.disk_usage(place).free) < need:
         raise DiskFull(
             f"{policy.model} needs {need / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB left. Nothing was "
             "downloaded.",
             hint="Make room, or name another folder in HF_HOME (variables.policy in settings.yaml).",
         )
     licence = (getattr(info, "card_data", None) or {}).get("license") or "not stated"
-    return HubModel(str(info.sha), sum(wanted.values()), clip(str(licence), 100))
+    return HubModel(str(info.sha), sum(needed.values()), clip(str(licence), 100))
 
 
 def context_warning(folder: Path, policy: PolicySection) -> str:
     """Return a warning if policy.max_context is longer than what the model was made for; empty if not."""
     try:
-        written = json.loads((folder / "config.json").read_bytes())
-        text = written.get("text_config") or written
+        config = json.loads((folder / "config.json").read_bytes())
+        text = config.get("text_config") or config
         longest = int(text["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""
@@ -120,8 +120,8 @@ def look_up(model: str, revision: str | None, place: str) -> dict[str, Any]:
     api: Any = HfApi()
     try:
         info = api.model_info(model, revision=revision, timeout=_ANSWER_S)
-        found = api.hf_hub_download(model, "config.json", revision=info.sha, local_dir=place, etag_timeout=_ANSWER_S)
-        config = json.loads(Path(found).read_bytes())
+        file = api.hf_hub_download(model, "config.json", revision=info.sha, local_dir=place, etag_timeout=_ANSWER_S)
+        config = json.loads(Path(file).read_bytes())
         config = _sizes(config) | {"text_config": _sizes(config.get("text_config") or {})}
     except errors.GatedRepoError:
         return {"problem": "it is gated: accept its terms on the Hub, and give an HF_TOKEN of that account (owner)"}
@@ -137,13 +137,13 @@ def look_up(model: str, revision: str | None, place: str) -> dict[str, Any]:
         if getattr(error, "errno", None) == errno.EFBIG:
             return {"problem": f"its config.json on the Hub is larger than {_MOST_CONFIG / 1e6:.0f} MB"}
         status = getattr(getattr(error, "response", None), "status_code", None)  # its text may hold passwords
-        told = type(error).__name__ + (f", HTTP {status}" if isinstance(status, int) else "")
-        return {"problem": f"the Hub did not answer ({told})"}
+        reason = type(error).__name__ + (f", HTTP {status}" if isinstance(status, int) else "")
+        return {"problem": f"the Hub did not answer ({reason})"}
     counted = getattr(info.safetensors, "total", None)
     if counted is None:
         try:
-            read = api.get_safetensors_metadata(model, revision=info.sha, timeout=_ANSWER_S)
-            counted = sum(read.parameter_count.values())
+            weights = api.get_safetensors_metadata(model, revision=info.sha, timeout=_ANSWER_S)
+            counted = sum(weights.parameter_count.values())
         except Exception:  # no safetensors, or a header that cannot be read: the caller computes from the shape
             counted = None
     return {"config": config, "parameters": counted}

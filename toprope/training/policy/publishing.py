@@ -104,8 +104,8 @@ def open_publisher(
         in_memory = config.inference.transfer == "gpu" and not config.policy.lora
         return WeightHandles(folder, model, version) if in_memory else WeightFolder(folder, model, version)
     number = itertools.count()
-    due = check or (lambda: None if next(number) % CHECK_EVERY else check_weights(model))
-    return WeightFile(folder, weights, version, due)
+    check_if_due = check or (lambda: None if next(number) % CHECK_EVERY else check_weights(model))
+    return WeightFile(folder, weights, version, check_if_due)
 
 
 class WeightFolder:
@@ -153,13 +153,13 @@ class WeightFolder:
 
     def _drop_old(self) -> None:
         """Delete all folders but the newest and the one that inference has named."""
-        found = sorted(
+        folders = sorted(
             (path for path in self._folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns
         )
         in_use = self._folder / _IN_USE
-        held = in_use.read_text() if in_use.exists() else ""
-        for path in found[:-_KEPT]:
-            if path.name != held:
+        used_name = in_use.read_text() if in_use.exists() else ""
+        for path in folders[:-_KEPT]:
+            if path.name != used_name:
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -75,14 +75,14 @@ class ShortForward:
             cache: A cache of transformers, to which keys and values are added; None for none.
         """
         rows, count = ids.shape
-        held = 0 if cache is None else cache.get_seq_length()
-        longest = held + count  # no place is beyond it, and it waits for no device
+        cached = 0 if cache is None else cache.get_seq_length()
+        longest = cached + count  # no place is beyond it, and it waits for no device
         cos, sin = self.angles(longest)[positions].unsqueeze(-2).unbind(2)
         states, causal = self._embed(ids), mask is None and count > 1
         for number, layer in enumerate(self._layers):
-            seen = layer.before_attention(states)
+            normed = layer.before_attention(states)
             query, key, value = (
-                project(seen).view(rows, count, heads, self._width)
+                project(normed).view(rows, count, heads, self._width)
                 for project, heads in (
                     (layer.query, self._heads),
                     (layer.key, self._kept_heads),
@@ -92,8 +92,8 @@ class ShortForward:
             if layer.query_norm is not None and layer.key_norm is not None:
                 query, key = layer.query_norm(query), layer.key_norm(key)
             query, key, value = (
-                _rotated(query, cos, sin),
-                _rotated(key, cos, sin).transpose(1, 2),
+                _rotate(query, cos, sin),
+                _rotate(key, cos, sin).transpose(1, 2),
                 value.transpose(1, 2),
             )
             if cache is not None:
@@ -115,8 +115,8 @@ class ShortForward:
                     enable_gqa=shared > 1 and causal,
                 ).transpose(1, 2)
             states = states + layer.output(mixed.reshape(rows, count, -1))
-            seen = layer.before_mlp(states)
-            states = states + layer.down(silu(layer.gate(seen)) * layer.up(seen))
+            normed = layer.before_mlp(states)
+            states = states + layer.down(silu(layer.gate(normed)) * layer.up(normed))
         return self._norm(states)
 
     def angles(self, count: int) -> torch.Tensor:
@@ -155,28 +155,28 @@ def make_short_forward(model: Any) -> ShortForward | None:
             return None
         with torch.no_grad():
             short = ShortForward(inner)
-            theirs, ours = _probe(model, None), _probe(model, short)
+            expected, computed = _probe(model, None), _probe(model, short)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
         return None  # the model has other parts than its kind
     finally:
         model.train(was_training)
-    limit = _TOLERANCE.get(model.dtype, 0.0) * float(theirs.abs().max())
-    return short if bool((theirs - ours).abs().max() <= limit) else None
+    limit = _TOLERANCE.get(model.dtype, 0.0) * float(expected.abs().max())
+    return short if bool((expected - computed).abs().max() <= limit) else None
 
 
 def _probe(model: Any, short: ShortForward | None) -> torch.Tensor:
     """Logits of two prompts and of two tokens after each, with and without padding before the first prompt."""
-    device, found = model.device, []
+    device, parts = model.device, []
     tokens = torch.tensor([[0, 1, 2, 0, 1], [2, 1, 0, 2, 1]], device=device)
     padded = torch.tensor([[False, True, True, True, True], [True] * 5], device=device)
-    for known in (torch.ones_like(padded), padded):
-        places, cache = (known.cumsum(-1) - 1).clamp(min=0), None
+    for real in (torch.ones_like(padded), padded):
+        places, cache = (real.cumsum(-1) - 1).clamp(min=0), None
         for start, end in ((0, 3), (3, 4), (4, 5)):
             at, ids = places[:, start:end], tokens[:, start:end]
             if short is None:
                 output = model(
                     input_ids=ids,
-                    attention_mask=known[:, :end],
+                    attention_mask=real[:, :end],
                     position_ids=at,
                     past_key_values=cache,
                     use_cache=True,
@@ -185,12 +185,12 @@ def _probe(model: Any, short: ShortForward | None) -> torch.Tensor:
             else:
                 cache = short.new_cache() if cache is None else cache
                 mask = None
-                if not bool(known.all()):
-                    mask = known[:, None, None, :end].expand(-1, 1, end - start, -1)
+                if not bool(real.all()):
+                    mask = real[:, None, None, :end].expand(-1, 1, end - start, -1)
                     mask = mask & torch.ones(end, end, dtype=torch.bool, device=device).tril()[start:]
                 logits = short.head(short.states(ids, at, mask, cache))
-            found.append(logits[known[:, start:end]].float())
-    return torch.cat(found)
+            parts.append(logits[real[:, start:end]].float())
+    return torch.cat(parts)
 
 
 def _is_covered(model: Any) -> bool:
@@ -214,7 +214,7 @@ def _is_covered(model: Any) -> bool:
     )
 
 
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return torch.addcmul(heads * cos, heads.roll(heads.size(-1) // 2, -1), sin)
 
 

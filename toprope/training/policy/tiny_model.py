@@ -208,7 +208,7 @@ def _byte_alphabet() -> list[str]:
 def _make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, shape: Mapping[str, Any]) -> LlamaForCausalLM:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    usual = {
+    defaults = {
         "vocab_size": -(-len(tokenizer) // 8) * 8,  # a multiple of 8; ids above the tokenizer's do not occur
         "hidden_size": recipe.hidden_size,
         "intermediate_size": recipe.intermediate_size,
@@ -223,7 +223,7 @@ def _make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, shape: Mappi
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    return LlamaForCausalLM(LlamaConfig(**{**usual, **shape}))
+    return LlamaForCausalLM(LlamaConfig(**{**defaults, **shape}))
 
 
 def _warm_start(

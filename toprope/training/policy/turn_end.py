@@ -23,9 +23,9 @@ def turn_end_ids(tokenizer: Any) -> frozenset[int]:
     try:
         with render_limit():
             text = tokenizer.apply_chat_template(messages, tokenize=False)
-        _, found, rest = text.rpartition(_ANSWER)
-        end: int = tokenizer(rest, add_special_tokens=False)["input_ids"][0]
-        closes = bool(found) and tokenizer.added_tokens_decoder[end].special
+        _, separator, ending = text.rpartition(_ANSWER)
+        end: int = tokenizer(ending, add_special_tokens=False)["input_ids"][0]
+        closes = bool(separator) and tokenizer.added_tokens_decoder[end].special
     except Exception:  # a template is a program from the model and may raise anything
         return frozenset()
     return frozenset([end]) if closes else frozenset()
@@ -33,24 +33,30 @@ def turn_end_ids(tokenizer: Any) -> frozenset[int]:
 
 def end_ids_of(folder: Path, tokenizer: Any) -> frozenset[int]:
     """Token ids that end an answer, by a policy's files, its tokenizer and chat template."""
-    said = (_read(folder / "config.json"), _read(folder / "generation_config.json"), {_ENDS: tokenizer.eos_token_id})
-    return frozenset(token for one in said for token in _ends(one)) | turn_end_ids(tokenizer)
+    declarations = (
+        _read_json(folder / "config.json"),
+        _read_json(folder / "generation_config.json"),
+        {_ENDS: tokenizer.eos_token_id},
+    )
+    return frozenset(token for declaration in declarations for token in _ends(declaration)) | turn_end_ids(tokenizer)
 
 
 def declare_turn_end(folder: Path, tokenizer: Any) -> None:
     """Add the token to the ends that a written model declares, so that other programs stop there too."""
-    written, ids = folder / "generation_config.json", turn_end_ids(tokenizer)
-    said = _read(written)
-    known = _ends(said) or _ends(_read(folder / "config.json")) or _ends({_ENDS: tokenizer.eos_token_id})
-    if not ids <= set(known):
-        write_json(written, {**said, _ENDS: [*known, *(ids - set(known))]}, indent=2)
+    config_file, ids = folder / "generation_config.json", turn_end_ids(tokenizer)
+    generation_config = _read_json(config_file)
+    declared = (
+        _ends(generation_config) or _ends(_read_json(folder / "config.json")) or _ends({_ENDS: tokenizer.eos_token_id})
+    )
+    if not ids <= set(declared):
+        write_json(config_file, {**generation_config, _ENDS: [*declared, *(ids - set(declared))]}, indent=2)
 
 
-def _read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
-    return found
+def _read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    return content
 
 
-def _ends(said: dict[str, Any]) -> list[int]:
-    ends = said.get(_ENDS)
+def _ends(declaration: dict[str, Any]) -> list[int]:
+    ends = declaration.get(_ENDS)
     return [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]

@@ -146,12 +146,12 @@ class WeightFile:
         self.version = version
         return version
 
-    def _fill_check(self, found: WeightCheck | None) -> None:
+    def _fill_check(self, check: WeightCheck | None) -> None:
         tokens, logprobs = self._checked[_TOKENS], self._checked[_LOGPROBS]
         logprobs.fill_(math.nan)
-        if found is not None:
-            tokens.copy_(tokens.new_tensor(found.tokens))
-            logprobs.copy_(logprobs.new_tensor(found.logprobs))
+        if check is not None:
+            tokens.copy_(tokens.new_tensor(check.tokens))
+            logprobs.copy_(logprobs.new_tensor(check.logprobs))
 
 
 class WeightReader:
@@ -169,7 +169,7 @@ class WeightReader:
         self._folder = folder
         self._parameters = parameters
         self._map: mmap.mmap | None = None
-        self._file = self._seen = 0
+        self._file = self._seen_version = 0
         self._slots: list[dict[str, torch.Tensor]] = []
 
     def refresh(self) -> int:
@@ -186,7 +186,7 @@ class WeightReader:
         assert self._map is not None
         attempts = 0
         # A restarted trainer may continue from a lower version, so any other number means new weights.
-        while (version := HEADER.unpack_from(self._map, 0)[1]) != self._seen:
+        while (version := HEADER.unpack_from(self._map, 0)[1]) != self._seen_version:
             with torch.no_grad():
                 for name, tensor in self._slots[version % 2].items():
                     if name in self._parameters:
@@ -205,7 +205,7 @@ class WeightReader:
                 )
             # The trainer may have begun to rewrite the slot if the number has advanced; the loop then reads the other
             # slot. It ends only if the number is unchanged, and with it the slot.
-            self.version = self._seen = version
+            self.version = self._seen_version = version
         return self.version
 
     def _error(self, slot: Mapping[str, torch.Tensor]) -> float:
@@ -232,10 +232,10 @@ class WeightReader:
             self._map = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)
-        self._seen = HEADER.unpack_from(self._map, 0)[0]
+        self._seen_version = HEADER.unpack_from(self._map, 0)[0]
         tensors, slot_bytes = layout["tensors"], layout["slot_bytes"]
-        known = {*self._parameters, _TOKENS, _LOGPROBS}
-        if missing := [one["name"] for one in tensors if one["name"] not in known]:
+        names = {*self._parameters, _TOKENS, _LOGPROBS}
+        if missing := [entry["name"] for entry in tensors if entry["name"] not in names]:
             raise KeyError(f"the trainer publishes parameters that inference does not have: {missing[:3]}")
         self._slots = [_views(self._map, tensors, ALIGN + slot * slot_bytes) for slot in (0, 1)]
         return True

@@ -28,7 +28,7 @@ class CurriculumProgress:
         if record is None or (record.knob, record.levels) != (curriculum.knob, curriculum.levels):
             record = CurriculumState(knob=curriculum.knob, levels=curriculum.levels)
         self.record = record
-        self._measured_at = max([record.since, *(one.step for one in record.measures)])
+        self._measured_at = max([record.since, *(measure.step for measure in record.measures)])
         self._chosen = self._earlier = 0
 
     @property

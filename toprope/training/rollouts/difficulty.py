@@ -79,7 +79,7 @@ class DifficultyFilter:
             self._streaks.pop(key, None)
             return
         reason = SOLVED if solved else UNSOLVED
-        known, count = self._streaks.pop(key, (reason, 0))
-        self._streaks[key] = (reason, count + 1 if known == reason else 1)
+        last_reason, count = self._streaks.pop(key, (reason, 0))
+        self._streaks[key] = (reason, count + 1 if last_reason == reason else 1)
         if len(self._streaks) > _MOST_TASKS:
             self._streaks.pop(next(iter(self._streaks)))

@@ -113,12 +113,12 @@ class EndpointProxy:
 
     def _body(self, request_body: dict[str, Any], *, is_judge: bool) -> dict[str, Any]:
         sampling = self._sampling
-        wanted = request_body.get("max_completion_tokens") or request_body.get("max_tokens") or sampling.max_new_tokens
+        limit = request_body.get("max_completion_tokens") or request_body.get("max_tokens") or sampling.max_new_tokens
         body = {name: request_body[name] for name in _FORWARDED if request_body.get(name) is not None}
         temperature, top_p = request_body.get("temperature"), request_body.get("top_p")
-        body["max_tokens"] = min(int(wanted), sampling.max_new_tokens)
-        named = sampling.temperature if temperature is None else float(temperature)
-        body["temperature"] = named if is_judge else sampling.temperature  # at which rollouts are measured
+        body["max_tokens"] = min(int(limit), sampling.max_new_tokens)
+        requested = sampling.temperature if temperature is None else float(temperature)
+        body["temperature"] = requested if is_judge else sampling.temperature  # at which rollouts are measured
         top_p = sampling.top_p if top_p is None else float(top_p)
         if top_p < 1:
             body["top_p"] = top_p
@@ -132,7 +132,7 @@ def _combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
     first = answers[0]
     usage = [answer.get("usage") or {} for answer in answers]
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    tokens = {name: sum(one.get(name) or 0 for one in usage) for name in names}
+    tokens = {name: sum(answer_usage.get(name) or 0 for answer_usage in usage) for name in names}
     choices = [answer["choices"][0] | {"index": index} for index, answer in enumerate(answers)]
     for choice in choices:
         choice["message"] = {"role": "assistant", "content": None} | choice["message"]

@@ -64,18 +64,18 @@ class EnvManagedSampler(GroupSampler):
             text = f"{len(answer.outcomes)} outcomes came for {size} rollouts"
             raise WorkerError("raised", "EnvironmentMistake", text)
         talks = answer.talks
-        turns = [outcome_turns(one, talk) for one, talk in zip(recorded, talks, strict=True)]
+        turns = [outcome_turns(session_turns, talk) for session_turns, talk in zip(recorded, talks, strict=True)]
         if isinstance(self._policy, EndpointClient):  # its token ids are unknown; the proxy put hashes there
-            turns = [[replace(turn, prompt_ids=[]) for turn in one] for one in turns]
+            turns = [[replace(turn, prompt_ids=[]) for turn in rollout_turns] for rollout_turns in turns]
         return SampledGroup(
             task_id=answer.task_id,
             messages=answer.messages,
-            texts=[_last_answer(kept, talk) for kept, talk in zip(turns, talks, strict=True)],
+            texts=[_last_answer(rollout_turns, talk) for rollout_turns, talk in zip(turns, talks, strict=True)],
             outcomes=answer.outcomes,
             turns=turns,
             seconds=time.monotonic() - began,
-            transcripts=[_transcript(kept, talk) for kept, talk in zip(turns, talks, strict=True)],
-            talks=[_said_later(talk) for talk in talks],
+            transcripts=[_transcript(rollout_turns, talk) for rollout_turns, talk in zip(turns, talks, strict=True)],
+            talks=[_from_first_answer(talk) for talk in talks],
             environment=self._environment,
         )
 
@@ -140,8 +140,8 @@ class EnvManagedSampler(GroupSampler):
                 await worker.reach(proxy.url)
                 access[name] = {"base_url": f"{proxy.url}/v1", "api_key": proxy.judge_key, "model": name}
             opponent = {"opponent": access.pop(OPPONENT)} if OPPONENT in access else {}
-            given = {**opponent, **({"roles": access} if access else {})}
-            answer = await self._run(worker, task, [{**session, **given} for session in sessions])
+            extra_fields = {**opponent, **({"roles": access} if access else {})}
+            answer = await self._run(worker, task, [{**session, **extra_fields} for session in sessions])
             for proxy in proxies:
                 proxy.raise_failure()
         return answer
@@ -190,12 +190,14 @@ def outcome_turns(turns: Sequence[Turn], messages: Sequence[dict[str, Any]]) -> 
         return latest
     # A prompt that was asked twice may have been answered by either turn; the conversation tells which.
     chain: list[Turn] = []
-    left = list(turns)
+    candidates = list(turns)
     for message in answers:
-        found = next((turn for turn in reversed(left) if _matches(turn, message)), None)
-        if found is not None:
-            left = [turn for turn in left if turn is not found and turn.prompt_ids != found.prompt_ids]
-            chain.append(found)
+        matching = next((turn for turn in reversed(candidates) if _matches(turn, message)), None)
+        if matching is not None:
+            candidates = [
+                turn for turn in candidates if turn is not matching and turn.prompt_ids != matching.prompt_ids
+            ]
+            chain.append(matching)
     # An environment may reword the policy's answers; turns that cannot be matched are kept.
     return chain if len(chain) == len(answers) else latest
 
@@ -221,8 +223,8 @@ def _last_answer(turns: list[Turn], messages: list[dict[str, Any]]) -> str:
     return answers[-1] if answers else (turns[-1].completion_text if turns else "")
 
 
-def _said_later(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    first = next((place for place, one in enumerate(messages) if one.get("role") == "assistant"), len(messages))
+def _from_first_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first = next((place for place, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
     return messages[first:]
 
 

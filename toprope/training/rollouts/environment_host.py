@@ -85,7 +85,7 @@ class EnvironmentHost:
     ) -> None:
         self._trained, self._helpers = trained, helpers
         clients = {} if helpers is None else helpers.clients
-        self._judges = [Judge(one, clients[one.judge]) for one in plan.rewards if one.judge]
+        self._judges = [Judge(function, clients[function.judge]) for function in plan.rewards if function.judge]
         self._numbers: dict[str, list[int]] = {}
         """Numbers of the tasks of a split that may be evaluated, if some may not."""
         self._config, self._locks = specification.config, specification.locks
@@ -272,7 +272,7 @@ class EnvironmentHost:
             reward_weights={} if self._judges else section.reward_weights,
             max_turns=section.max_turns,
             seed=self._config.algorithm.seed,
-            rewards=[one.model_dump() for one in self.source.rewards],
+            rewards=[function.model_dump() for function in self.source.rewards],
             split_rule=self.source.split_rule,
         )
         if self._judges:
@@ -319,16 +319,16 @@ class EnvironmentHost:
             for split, count in needed.items():
                 if not count:
                     continue
-                found = await self._find_untrained(worker, split, count)
-                self.sizes[split] = len(found)
-                if not found:
+                tasks = await self._find_untrained(worker, split, count)
+                self.sizes[split] = len(tasks)
+                if not tasks:
                     trained = " on which the starting weights were not trained" if split in self._numbers else ""
                     raise ComponentFailed(
                         f"{self.subject} has no tasks in its {split} split{trained}.",
                         hint="Splits are made by content: an environment needs a few dozen distinct tasks at least. "
                         "With evaluation.heldout_tasks 0 and evaluation.every_steps 0 it trains without evaluations.",
                     )
-                example = example or (split, found[0])
+                example = example or (split, tasks[0])
             if self.shares_tasks:
                 self._send(
                     Warned(
@@ -353,21 +353,21 @@ class EnvironmentHost:
         """As `_find_tasks`, without the tasks that the run's first weights were trained on."""
         if not self._trained or split == "train":
             return await self._find_tasks(worker, split, count)
-        wanted = count
+        requested = count
         while True:
-            found = await self._find_tasks(worker, split, wanted)
-            kept = [
+            tasks = await self._find_tasks(worker, split, requested)
+            numbers = [
                 number
-                for number, task in enumerate(found)
+                for number, task in enumerate(tasks)
                 if self.shares_tasks or self._trained.isdisjoint((task.id, content_id(task.messages)))
             ]
-            if len(kept) >= count or len(found) < wanted:
+            if len(numbers) >= count or len(tasks) < requested:
                 break
-            wanted += count - len(kept)
-        self._numbers[split] = kept[:count]
-        if left_out := len(found) - len(kept):
+            requested += count - len(numbers)
+        self._numbers[split] = numbers[:count]
+        if left_out := len(tasks) - len(numbers):
             print(f"{left_out} {split} tasks are left out: the starting weights were trained on them", flush=True)
-        return [found[number] for number in kept[:count]]
+        return [tasks[number] for number in numbers[:count]]
 
     async def _check_levels(self, worker: EnvironmentWorker) -> None:
         if (curriculum := self.plan.curriculum) is None:
@@ -375,13 +375,13 @@ class EnvironmentHost:
         self.level_sizes = []
         for number, value in enumerate(curriculum.levels):
             for split, count in (("train", 1), ("validation", curriculum.window)):
-                found = await self._find_tasks(worker, split, count, level_variant(number))
-                if not found:
+                tasks = await self._find_tasks(worker, split, count, level_variant(number))
+                if not tasks:
                     raise ComponentFailed(
                         f"{self.subject} has no tasks in its {split} split with {curriculum.knob} {value!r}.",
                         hint="Leave that level out of the curriculum.",
                     )
-            self.level_sizes.append(len(found))
+            self.level_sizes.append(len(tasks))
 
     async def _find_tasks(self, worker: EnvironmentWorker, split: str, count: int, variant: str = "") -> list[TaskView]:
         """The first `count` tasks of a split, or all if there are fewer.
@@ -389,27 +389,27 @@ class EnvironmentHost:
         Tasks are requested in pieces that a slow environment can generate within the time limit of a call: finding one
         held-out task takes ten tasks.
         """
-        found: list[TaskView] = []
+        tasks: list[TaskView] = []
         piece = 4
-        while len(found) < count:
+        while len(tasks) < count:
             began = time.monotonic()
             page = await worker.tasks(
                 split,
-                len(found),
-                min(piece, count - len(found)),
+                len(tasks),
+                min(piece, count - len(tasks)),
                 timeout=self.plan.section.load_timeout_s,
                 variant=variant,
             )
-            found += page.tasks
+            tasks += page.tasks
             self.shares_tasks |= page.shared
-            if page.exhausted and len(found) >= page.known:
+            if page.exhausted and len(tasks) >= page.known:
                 break
             seconds = time.monotonic() - began
             piece = min(piece * 2, 1024) if seconds < 1 else max(1, piece // 2)
             if seconds >= 1:
                 of = "" if self.is_only else f" of {self.label}"
-                self._send(Progress(f"making {split} tasks{of}", len(found), count))
-        return found
+                self._send(Progress(f"making {split} tasks{of}", len(tasks), count))
+        return tasks
 
     def name_error(self, error: BaseException) -> BaseException:
         """The error with this environment's label, if the run has several environments."""
@@ -419,15 +419,15 @@ class EnvironmentHost:
             case WorkerError():
                 return WorkerError(error.kind, error.type, f"{self.label}: {error.message}", error.where)
             case WorkerDied():
-                named: WorkerDied | WorkerTimeout = WorkerDied(f"{self.label}: {error}", error.code, error.stderr)
+                renamed: WorkerDied | WorkerTimeout = WorkerDied(f"{self.label}: {error}", error.code, error.stderr)
             case WorkerTimeout():
-                named = WorkerTimeout(f"{self.label}: {error}")
+                renamed = WorkerTimeout(f"{self.label}: {error}")
             case InvalidValue() | LockedField() | ComponentFailed():
                 return type(error)(f"{self.label}: {error.message}", hint=error.hint)
             case _:
                 return error
-        named.at_work, named.environment = error.at_work, self.label
-        return named
+        renamed.at_work, renamed.environment = error.at_work, self.label
+        return renamed
 
     def _report(self, report: Report) -> None:
         if isinstance(report, Renewed) and not self.is_only:

@@ -38,8 +38,8 @@ class EnvironmentSet:
     def measured_split(self, split: str, label: str = "") -> str:
         """Return the split that an evaluation on `split` measures: `train` if no environment has enough tasks to hold
         any out. `label` asks about one environment."""
-        asked = [self.hosts[label]] if label else self.hosts.values()
-        return "train" if all(host.shares_tasks for host in asked) else split
+        hosts = [self.hosts[label]] if label else self.hosts.values()
+        return "train" if all(host.shares_tasks for host in hosts) else split
 
     def count_apart(self) -> frozenset[str]:
         """Return the labels of environments whose tasks all serve for training, if others hold tasks out."""
@@ -53,8 +53,8 @@ class EnvironmentSet:
     async def sample(self, split: str, index: int, size: int, sampling: Sampling) -> SampledGroup:
         """Samples task number `index` of all environments together. Raises: see `GroupSampler.sample`."""
         label, place = self._place(split, index)
-        own = self.hosts[label].number(split, place)
-        return await self.samplers[label].sample(TaskRef(split, own), size, sampling)
+        number = self.hosts[label].number(split, place)
+        return await self.samplers[label].sample(TaskRef(split, number), size, sampling)
 
     @asynccontextmanager
     async def sealed(self) -> AsyncIterator[None]:
@@ -71,7 +71,7 @@ class EnvironmentSet:
         if split not in self._order:
             sizes = {label: host.sizes.get(split, 0) for label, host in self.hosts.items()}
             self._order[split] = [
-                (label, own) for own in range(max(sizes.values())) for label in sizes if own < sizes[label]
+                (label, number) for number in range(max(sizes.values())) for label in sizes if number < sizes[label]
             ]
         return self._order[split][index]
 

@@ -168,10 +168,10 @@ class GroupSampler:
                 active = await self._advance(worker, active, answers, start.tokens)
             await self._settle(worker, [rollout for rollout in rollouts if rollout.needs_settling])
         except BaseException:
-            left = [rollout.handle for rollout in rollouts if rollout.outcome is None]
-            if left and worker.alive:
+            unfinished = [rollout.handle for rollout in rollouts if rollout.outcome is None]
+            if unfinished and worker.alive:
                 with suppress(WorkerFailure):  # the worker may be going; the first error counts
-                    await worker.discard(left, timeout=self._timeout)
+                    await worker.discard(unfinished, timeout=self._timeout)
             raise
         finally:
             if session:
@@ -211,7 +211,7 @@ class GroupSampler:
     ) -> list[_Rollout]:
         """Passes answers to the environment, with token ids if `tokens`; returns the rollouts that are not over."""
         moves: list[list[Any]] = []
-        moved, outgrown = [], []
+        advanced, outgrown = [], []
         for rollout, answer in zip(rollouts, answers, strict=True):
             if answer is None:
                 rollout.outcome = Outcome(0.0, turns=len(rollout.turns), truncated=True, error="context is full")
@@ -222,14 +222,14 @@ class GroupSampler:
             rollout.messages.append({"role": "assistant", "content": answer.text})
             ids = [answer.turn.completion_ids] if tokens else []
             moves.append([rollout.handle, answer.text, answer.truncated, *ids])
-            moved.append(rollout)
+            advanced.append(rollout)
         if outgrown:
             await worker.discard(outgrown, timeout=self._timeout)
         if not moves:
             return []
         results = await worker.advance(moves, timeout=self._timeout)
         active = []
-        for rollout, result in zip(moved, results, strict=True):
+        for rollout, result in zip(advanced, results, strict=True):
             if not result.done:
                 rollout.messages += result.messages
                 active.append(rollout)

@@ -44,14 +44,15 @@ def mixture_shares(entries: Sequence[MixtureEntry], factors: Mapping[str, float]
     low = {entry.label: entry.min_share for entry in entries}
     at_minimum: set[str] = set()
     while True:
-        rest = 1.0 - sum(low[label] for label in at_minimum)
+        remaining = 1.0 - sum(low[label] for label in at_minimum)
         total = sum(weight for label, weight in weights.items() if label not in at_minimum)
-        found = {
-            label: low[label] if label in at_minimum else rest * weight / total for label, weight in weights.items()
+        shares = {
+            label: low[label] if label in at_minimum else remaining * weight / total
+            for label, weight in weights.items()
         }
-        below = {label for label, share in found.items() if label not in at_minimum and share < low[label] - 1e-12}
+        below = {label for label, share in shares.items() if label not in at_minimum and share < low[label] - 1e-12}
         if not below:
-            return found
+            return shares
         at_minimum |= below
         if len(at_minimum) == len(weights):  # the minimum shares add up to 1
             return dict(low)
@@ -116,10 +117,10 @@ class MixtureScheduler:
             lacks = entry.min_share > 0 and trained.get(label, 0.0) < entry.min_share
             factor = self._factors[label] * (_FACTOR_STEP if lacks else 1 / _FACTOR_STEP)
             self._factors[label] = min(max(factor, 1.0), _MAX_FACTOR)
-        wanted = mixture_shares(list(self._entries.values()), self._factors)
+        desired = mixture_shares(list(self._entries.values()), self._factors)
         # Every environment keeps at least half of its share, whatever another one lacks.
         entries = [
-            MixtureEntry(label, max(wanted[label], 1e-9), max(self._targets[label] / 2, entry.min_share))
+            MixtureEntry(label, max(desired[label], 1e-9), max(self._targets[label] / 2, entry.min_share))
             for label, entry in self._entries.items()
         ]
         if sum(entry.min_share for entry in entries) <= 1.0:
@@ -135,13 +136,13 @@ class MixtureScheduler:
         Raises:
             KeyError: It belongs to other environments.
         """
-        found = {name: {label: float(state[name][label]) for label in self._entries} for name in self.state()}
-        self._credit, self._factors, self._shares = found["credit"], found["factors"], found["shares"]
+        restored = {name: {label: float(state[name][label]) for label in self._entries} for name in self.state()}
+        self._credit, self._factors, self._shares = restored["credit"], restored["factors"], restored["shares"]
 
     def _limit(self, label: str) -> int:
         """Groups of an environment that may be in progress, so that the others have room."""
-        kept = sum(max(1, int(self._places * share / 2)) for other, share in self._shares.items() if other != label)
-        return max(1, self._places - kept)
+        reserved = sum(max(1, int(self._places * share / 2)) for other, share in self._shares.items() if other != label)
+        return max(1, self._places - reserved)
 
     def _may_precede(self, label: str) -> bool:
         """True if no other environment falls below its minimum if this one is chosen before its turn."""

@@ -37,7 +37,9 @@ def most_usd(endpoint: Endpoint, body: bytes) -> float | None:
 
 def _has_media(message: Any) -> bool:
     content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and any(not isinstance(one, dict) or one.get("type") != "text" for one in content)
+    return isinstance(content, list) and any(
+        not isinstance(part, dict) or part.get("type") != "text" for part in content
+    )
 
 
 def settle(purse: Purse | None, response: httpx.Response, usd: float | None) -> None:

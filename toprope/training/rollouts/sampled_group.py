@@ -71,9 +71,10 @@ class SampledGroup:
 
 def lower_errors(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """The outcomes of a group with errors that earn no more than what the worst of the others earns."""
-    floor = min((one.reward for one in outcomes if one.error is None), default=0.0)
+    floor = min((outcome.reward for outcome in outcomes if outcome.error is None), default=0.0)
     return [
-        one if one.error is None else msgspec.structs.replace(one, reward=min(one.reward, floor)) for one in outcomes
+        outcome if outcome.error is None else msgspec.structs.replace(outcome, reward=min(outcome.reward, floor))
+        for outcome in outcomes
     ]
 
 

@@ -198,10 +198,10 @@ class TaskSampler:
         # A new attempt has the checkpoint's policy, so levels opened after it are closed again.
         name = Path(os.environ.get(ENV_CHECKPOINT, "step-0")).name.removeprefix("step-")
         step = int(name) if name.isdigit() else 0
-        return {label: one.at(step) for label, one in curricula.environments.items()}
+        return {label: record.at(step) for label, record in curricula.environments.items()}
 
     def _save_curricula(self) -> None:
-        curricula = Curricula(environments={label: one.record for label, one in self.curricula.items()})
+        curricula = Curricula(environments={label: progress.record for label, progress in self.curricula.items()})
         _write_if_room(lambda: curricula.write(self._member.folder))
 
 

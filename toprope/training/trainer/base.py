@@ -178,17 +178,17 @@ class TrainingRun(ABC):
             Corrupt: All checkpoints are damaged.
         """
         folder, step = self._member.folder, int(checkpoint.name.removeprefix("step-"))
-        found, damaged = newest_sound(folder, below=step)
-        if found is None:
+        newest, damaged = newest_sound(folder, below=step)
+        if newest is None:
             raise no_sound_checkpoint(folder, damaged)
         for damage in damaged:
             aside = set_aside(damage.path)
             self._member.report(
-                Warned(f"{damage} It is kept as {aside.name}; training goes on from step {found.step}.")
+                Warned(f"{damage} It is kept as {aside.name}; training goes on from step {newest.step}.")
             )
         if damaged:
-            self._member.report(Checkpointed(found.step, str(found.path.relative_to(folder.path)), found.cursor))
-        return found.path
+            self._member.report(Checkpointed(newest.step, str(newest.path.relative_to(folder.path)), newest.cursor))
+        return newest.path
 
     def _restore(self, checkpoint: Path) -> CheckpointState:
         """Restores everything from a checkpoint but the position in the journal; returns its state."""
@@ -308,10 +308,10 @@ class TrainingRun(ABC):
 
     def _eta(self, step: int) -> float:
         elapsed, budget = self._elapsed(), self._config.budget
-        left = (budget.steps - step) * elapsed / max(step, 1)
+        seconds = (budget.steps - step) * elapsed / max(step, 1)
         if budget.max_train_seconds is not None:
-            left = min(left, max(budget.max_train_seconds - elapsed, 0.0))
-        return round(left, 1)
+            seconds = min(seconds, max(budget.max_train_seconds - elapsed, 0.0))
+        return round(seconds, 1)
 
     def _save_final(self) -> None:
         """Writes the last checkpoint; waits for room on a full disk unless the run is to end at once."""

@@ -140,23 +140,25 @@ def _without_seats(groups: list[Group], rewards: list[list[float]]) -> list[floa
     Unjudged rollouts are left out. A seat that wins more often, whatever its player does, must not widen the deviation
     that advantages are divided by.
     """
-    found: list[float] = []
+    all_rewards: list[float] = []
     seats: dict[tuple[str, str], list[int]] = {}
-    for group, own in zip(groups, rewards, strict=True):
-        for outcome, reward in zip(group.outcomes or [Outcome(one) for one in own], own, strict=True):
+    for group, group_rewards in zip(groups, rewards, strict=True):
+        for outcome, reward in zip(
+            group.outcomes or [Outcome(value) for value in group_rewards], group_rewards, strict=True
+        ):
             if outcome.unjudged:
                 continue
             if outcome.seat:
-                seats.setdefault((group.environment or "", outcome.seat), []).append(len(found))
-            found.append(reward)
+                seats.setdefault((group.environment or "", outcome.seat), []).append(len(all_rewards))
+            all_rewards.append(reward)
     for environment in {environment for environment, _ in seats}:
         own_seats = [numbers for (label, _), numbers in seats.items() if label == environment]
-        overall = statistics.fmean(found[number] for numbers in own_seats for number in numbers)
+        overall = statistics.fmean(all_rewards[number] for numbers in own_seats for number in numbers)
         for numbers in own_seats:
-            shift = overall - statistics.fmean(found[number] for number in numbers)
+            shift = overall - statistics.fmean(all_rewards[number] for number in numbers)
             for number in numbers:
-                found[number] += shift
-    return found
+                all_rewards[number] += shift
+    return all_rewards
 
 
 def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
@@ -173,13 +175,15 @@ def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
     batch_std = _deviation(_without_seats(groups, rewards))
     rows: list[TrainingRow] = []
     before = 0
-    for group, own in zip(groups, rewards, strict=True):
-        scaled = [0.0] * len(own)
-        for members, peers in comparisons(group.outcomes or [Outcome(reward) for reward in own]):
-            values = advantages([own[one] for one in peers], algorithm.scale_rewards, batch_std, algorithm.baseline)
-            found = dict(zip(peers, values, strict=True))
-            for one in members:
-                scaled[one] = found[one]
+    for group, group_rewards in zip(groups, rewards, strict=True):
+        scaled = [0.0] * len(group_rewards)
+        for members, peers in comparisons(group.outcomes or [Outcome(reward) for reward in group_rewards]):
+            values = advantages(
+                [group_rewards[peer] for peer in peers], algorithm.scale_rewards, batch_std, algorithm.baseline
+            )
+            peer_advantages = dict(zip(peers, values, strict=True))
+            for member in members:
+                scaled[member] = peer_advantages[member]
         for index, (tokens, masks) in enumerate(zip(group.tokens, group.masks, strict=True)):
             start = next((place for place, mask in enumerate(masks) if mask != MASKED), None)
             if start is None:
@@ -188,24 +192,27 @@ def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
             logprobs = group.inference_logprobs[index] if group.inference_logprobs else [0.0] * len(tokens)
             trained = [mask != MASKED for mask in masks[start:]]
             truncated = group.outcomes[rollout].truncated if group.outcomes else False
-            given = None if algorithm.shuffle_rewards else _given_advantages(group, index)
+            token_advantages = None if algorithm.shuffle_rewards else _environment_advantages(group, index)
             versions = group.versions[index] if group.versions else []
             rows.append(
                 TrainingRow(
                     prompt=tokens[:start],
                     completion=tokens[start:],
                     trained=[False] * len(trained) if truncated and algorithm.mask_truncated_completions else trained,
-                    logprobs=[value if kept else 0.0 for value, kept in zip(logprobs[start:], trained, strict=True)],
+                    logprobs=[
+                        value if is_trained else 0.0
+                        for value, is_trained in zip(logprobs[start:], trained, strict=True)
+                    ],
                     advantage=scaled[rollout],
-                    token_advantages=None if given is None else given[start:],
+                    token_advantages=None if token_advantages is None else token_advantages[start:],
                     truncated=truncated,
                     version=min((version for version, _ in versions), default=None),
                     rollout=before + rollout,
-                    reward=own[rollout],
+                    reward=group_rewards[rollout],
                     has_logprobs=group.inference_logprobs is not None,
                 )
             )
-        before += len(own)
+        before += len(group_rewards)
     return rows
 
 
@@ -255,43 +262,43 @@ class BatchSource:
             ComponentFailed: The API does not answer.
         """
         rollout = self._config.rollout
-        kept: list[Group] = []
-        seen: deque[Group] = deque(maxlen=_MOST_SEEN)
+        kept_groups: list[Group] = []
+        recent: deque[Group] = deque(maxlen=_MOST_SEEN)
         ages: deque[int] = deque(maxlen=_MOST_SEEN)
         delivered = rollouts = 0
         unused: list[tuple[int, str]] = []
         dropped: Counter[str] = Counter()  # counted when the batch is whole: groups of a part of one are read again
-        began = told = time.monotonic()
+        began = told_at = time.monotonic()
         self._position, self._client.policy_version = self.cursor, version
         in_row: Counter[str] = Counter()  # left out since the last group that was kept, by reason
-        while len(kept) < rollout.groups_per_step:
+        while len(kept_groups) < rollout.groups_per_step:
             # Waiting for more groups at once than the queue holds would block both sides.
-            wanted = min(rollout.groups_per_step - len(kept), max(1, rollout.queue_groups // 2))
-            for number, group in self._read(wanted * rollout.group_size, dropped):
-                seen.append(group)
+            missing = min(rollout.groups_per_step - len(kept_groups), max(1, rollout.queue_groups // 2))
+            for number, group in self._read(missing * rollout.group_size, dropped):
+                recent.append(group)
                 delivered, rollouts = delivered + 1, rollouts + len(rollout_rewards(group))
                 oldest = group.oldest_version()
                 # After a resume, groups may come from versions after the checkpoint, which no longer exist.
                 age = 0 if oldest is None else abs(version - oldest)
                 ages.append(age)
                 if (reason := self._reason_to_drop(group, age)) is None:
-                    kept.append(group)
+                    kept_groups.append(group)
                     in_row.clear()
                 else:
                     dropped[reason] += 1
                     in_row[reason] += 1
                     unused.append((number, reason))
-            if in_row and len(kept) < rollout.groups_per_step and time.monotonic() - told > _TELL_S:
-                told = time.monotonic()
-                self.tell(Skipping(dict(in_row), len(kept), rollout.groups_per_step))
+            if in_row and len(kept_groups) < rollout.groups_per_step and time.monotonic() - told_at > _TELL_S:
+                told_at = time.monotonic()
+                self.tell(Skipping(dict(in_row), len(kept_groups), rollout.groups_per_step))
         waited = time.monotonic() - began
         self.rollouts += rollouts
         self.dropped += dropped
         self._pace.append((time.monotonic(), self.rollouts))
         self.cursor = self._position
-        metrics = _step_metrics(seen, kept, ages, waited) | self._environments.add_step(seen, kept)
+        metrics = _step_metrics(recent, kept_groups, ages, waited) | self._environments.add_step(recent, kept_groups)
         metrics |= self._totals() | {"groups/delivered": float(delivered)}
-        return GroupBatch(kept, self.cursor, metrics, version, self.rollouts, dict(self.dropped), unused)
+        return GroupBatch(kept_groups, self.cursor, metrics, version, self.rollouts, dict(self.dropped), unused)
 
     def _read(self, sequences: int, dropped: Counter[str]) -> Iterator[tuple[int, Group]]:
         while True:
@@ -335,18 +342,20 @@ class BatchSource:
         return totals | {f"dropped/{reason}": float(count) for reason, count in sorted(self.dropped.items())}
 
 
-def _step_metrics(seen: Sequence[Group], kept: list[Group], ages: Sequence[int], waited: float) -> dict[str, float]:
+def _step_metrics(
+    recent: Sequence[Group], trained: list[Group], ages: Sequence[int], waited: float
+) -> dict[str, float]:
     """Metrics over the groups delivered for a step, under TRL's names where TRL has one."""
-    rewards = [reward for group in seen for reward in judged_rewards(group)]
-    flat = [group for group in seen if has_equal_rewards(group)]
-    outcomes = [outcome for group in seen for outcome in group.outcomes or []]
-    lengths = [sum(mask != MASKED for mask in masks) for group in seen for masks in group.masks]
+    rewards = [reward for group in recent for reward in judged_rewards(group)]
+    flat = [group for group in recent if has_equal_rewards(group)]
+    outcomes = [outcome for group in recent for outcome in group.outcomes or []]
+    lengths = [sum(mask != MASKED for mask in masks) for group in recent for masks in group.masks]
     metrics = {
         "reward": statistics.fmean(rewards) if rewards else 0.0,
         "reward_std": _deviation(rewards),
-        "frac_reward_zero_std": len(flat) / len(seen),
-        **_zero_std_shares(flat, len(seen)),
-        "groups/trained": float(len(kept)),
+        "frac_reward_zero_std": len(flat) / len(recent),
+        **_zero_std_shares(flat, len(recent)),
+        "groups/trained": float(len(trained)),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/max_length": float(max(lengths)),
         "staleness/mean": statistics.fmean(ages),
@@ -371,7 +380,7 @@ def _step_metrics(seen: Sequence[Group], kept: list[Group], ages: Sequence[int],
     return metrics
 
 
-def _given_advantages(group: Group, row: int) -> list[float] | None:
+def _environment_advantages(group: Group, row: int) -> list[float] | None:
     """Token-level advantages of a row from the environment; None if it gave none."""
     if group.overrides is not None and group.overrides[row].get("set_advantage_to_zero"):
         return [0.0] * len(group.tokens[row])
@@ -383,9 +392,9 @@ def _zero_std_shares(flat: list[Group], total: int) -> dict[str, float]:
     right = wrong = 0
     for group in flat:
         if group.outcomes:
-            won = [outcome.success for outcome in group.outcomes if not outcome.unjudged]
+            successes = [outcome.success for outcome in group.outcomes if not outcome.unjudged]
             first = next(iter(judged_rewards(group)), 0.0)
-            right, wrong = right + (any(won) and all(won)), wrong + (not any(won) and first <= 0)
+            right, wrong = right + (any(successes) and all(successes)), wrong + (not any(successes) and first <= 0)
         else:
             right, wrong = right + (group.scores[0] >= 1), wrong + (group.scores[0] <= 0)
     shares = {"all_right": right, "all_wrong": wrong, "other": len(flat) - right - wrong}

@@ -38,8 +38,8 @@ class RowTensors:
         """The tensors of some rows."""
         at = torch.tensor(numbers, dtype=torch.long, device=self.mask.device)
         mask = self.mask[at]
-        own = self.sampled[at], self.advantages[at], self.ages[at], self.known[at]
-        return RowTensors(mask, *own, float(mask.sum()))
+        tensors = self.sampled[at], self.advantages[at], self.ages[at], self.known[at]
+        return RowTensors(mask, *tensors, float(mask.sum()))
 
 
 def collate(rows: Sequence[TrainingRow], version: int | None, device: str | torch.device = "cpu") -> RowTensors:

@@ -44,9 +44,9 @@ _HINT = "read_logs(component='trainer') has what it printed."
 
 def train_config(config: Config, device: str) -> TrainConfig:
     """The run's configuration in the form that a custom trainer reads; its own settings may name `epochs`."""
-    rollout, own = config.rollout, dict(config.algorithm.trainer_settings)
+    rollout, settings = config.rollout, dict(config.algorithm.trainer_settings)
     return TrainConfig(
-        epochs=int(own.pop("epochs", 1)),
+        epochs=int(settings.pop("epochs", 1)),
         batch_size=rollout.group_size * rollout.groups_per_step,
         learning_rate=config.optimizer.learning_rate,
         warmup_steps=config.optimizer.warmup_steps,
@@ -57,7 +57,7 @@ def train_config(config: Config, device: str) -> TrainConfig:
         threads=config.launcher.threads,
         max_grad_norm=config.optimizer.max_grad_norm,
         temperature=rollout.temperature,
-        settings=own,
+        settings=settings,
     )
 
 
@@ -104,8 +104,8 @@ class CustomRun(LocalRun):
         self._source = self._make_source(state)
         member.report(Ready("checked"))  # the driver waits for it: nothing is sampled before the checks have passed
         with self._translated_errors():
-            found = self._trainer.live(session, trained=self._save_final)
-        metrics = {name: value for name, value in asdict(found).items() if value is not None}
+            result = self._trainer.live(session, trained=self._save_final)
+        metrics = {name: value for name, value in asdict(result).items() if value is not None}
         if metrics:
             member.report(Evaluated(OWN, metrics))
         member.report(Finished({"step": self._step, "train_seconds": round(self._elapsed(), 3), "metrics": metrics}))
@@ -142,8 +142,8 @@ class CustomRun(LocalRun):
 
     def publish(self, weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> int:
         """Publishes the next version of the weights."""
-        named = weights.named_parameters() if isinstance(weights, torch.nn.Module) else dict(weights).items()
-        version = self._weights.copy_and_publish(dict(named))
+        parameters = weights.named_parameters() if isinstance(weights, torch.nn.Module) else dict(weights).items()
+        version = self._weights.copy_and_publish(dict(parameters))
         self._must_publish = False
         return version
 
@@ -163,13 +163,13 @@ class CustomRun(LocalRun):
         if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != source.sha256:
             self._member.report(Warned(f"{file.name} has changed since this run was frozen; it is used as it is now."))
         with self._translated_errors():
-            found = defined_object(file, source.attribute, [])
-            if not (isinstance(found, type) and issubclass(found, Trainer)):
+            trainer_class = defined_object(file, source.attribute, [])
+            if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
                 raise InvalidValue(
                     f"{source.attribute} of {file.name} is not a class that derives from toprope.sdk.training.Trainer.",
                     hint="Derive it from Trainer, with train, evaluate and save.",
                 )
-            return found(config)
+            return trainer_class(config)
 
     def _load_checkpoint(self, checkpoint: Path) -> CheckpointState:
         return read_state(checkpoint)  # the trainer restores everything else
@@ -191,9 +191,10 @@ class CustomRun(LocalRun):
                     "weights as safetensors.",
                     hint='model.save_pretrained(folder / "model") and tokenizer.save_pretrained(folder / "model").',
                 )
-            saved, variables = (model / "tokenizer_config.json").is_file(), self._config.policy.chat_template_kwargs
-            if variables or not saved:
-                place = model if saved else Path(self._member.address("policy"))
+            has_tokenizer = (model / "tokenizer_config.json").is_file()
+            variables = self._config.policy.chat_template_kwargs
+            if variables or not has_tokenizer:
+                place = model if has_tokenizer else Path(self._member.address("policy"))
                 load_tokenizer(place, variables).save_pretrained(model)
             (aside / "state.json").write_text(json.dumps(asdict(state)))
 
@@ -216,8 +217,8 @@ class CustomRun(LocalRun):
             if isinstance(error, OSError) and error.errno in NO_ROOM:
                 raise
             failure = Failure.of(error, str(file.parent))
-            where = f" ({failure.where})" if failure.where else ""
-            raise TopropeError(f"{file.name} raised {failure.type}: {failure.message}{where}.", hint=_HINT) from error
+            place = f" ({failure.where})" if failure.where else ""
+            raise TopropeError(f"{file.name} raised {failure.type}: {failure.message}{place}.", hint=_HINT) from error
 
 
 class _RunSession(Session):
@@ -258,17 +259,17 @@ class _CopiedWeights:
     def publish(self) -> int:
         return self.version
 
-    def copy_and_publish(self, given: Mapping[str, torch.Tensor]) -> int:
+    def copy_and_publish(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Copies tensors by name; the first call fixes names, shapes and dtypes."""
-        if not given or not all(torch.is_tensor(value) for value in given.values()):
+        if not tensors or not all(torch.is_tensor(value) for value in tensors.values()):
             raise TopropeError("session.publish takes a module, or tensors by parameter name.")
         if self._file is None:
-            self._copies = {name: value.detach().cpu().clone() for name, value in given.items()}
+            self._copies = {name: value.detach().cpu().clone() for name, value in tensors.items()}
             self._file = WeightFile(self._folder, self._copies, self.version)
-        if {name: value.shape for name, value in given.items()} != {n: v.shape for n, v in self._copies.items()}:
+        if {name: value.shape for name, value in tensors.items()} != {n: v.shape for n, v in self._copies.items()}:
             raise TopropeError("session.publish got other names or shapes than the first time.")
         with torch.no_grad():
-            for name, value in given.items():
+            for name, value in tensors.items():
                 self._copies[name].copy_(value)
         self.version = self._file.publish()
         return self.version
@@ -290,8 +291,8 @@ def _sample(row: TrainingRow) -> Sample:
 
 def _read_data(file: Path) -> Data:
     """The driver's report on the environment."""
-    found = read_json(file)
-    return Data(**{name: found[name] for name in Data.__dataclass_fields__})
+    document = read_json(file)
+    return Data(**{name: document[name] for name in Data.__dataclass_fields__})
 
 
 def _number(name: str, value: Any) -> float:

@@ -65,17 +65,17 @@ def tokenize_traces(
         max_length: Most tokens of a sequence.
         beat: Called between demonstrations.
     """
-    found, ends = TokenizedTraces(), (turn_end_ids(tokenizer), frozenset([tokenizer.eos_token_id]))
+    tokenized, ends = TokenizedTraces(), (turn_end_ids(tokenizer), frozenset([tokenizer.eos_token_id]))
     for trace in traces:
         beat()
         sequences, rewritten = _sequences(tokenizer, trace, ends)
-        found.rewritten += rewritten
+        tokenized.rewritten += rewritten
         for ids, labels in sequences:
             if len(ids) > max_length:
-                found.too_long += 1
+                tokenized.too_long += 1
             elif any(label != IGNORED for label in labels):
-                found.rows.append({"input_ids": ids, "labels": labels})
-    return found
+                tokenized.rows.append({"input_ids": ids, "labels": labels})
+    return tokenized
 
 
 def _sequences(
@@ -89,17 +89,17 @@ def _sequences(
     for place, message in enumerate(trace.messages):
         if message["role"] != "assistant" or place < trace.first_messages:
             continue
-        before = _render(tokenizer, trace.messages[:place], prompt=True)
-        after = _render(tokenizer, trace.messages[: place + 1], prompt=False)
-        if after[: len(before)] != before:
+        prompt_ids = _render(tokenizer, trace.messages[:place], prompt=True)
+        answered_ids = _render(tokenizer, trace.messages[: place + 1], prompt=False)
+        if answered_ids[: len(prompt_ids)] != prompt_ids:
             rewritten += 1
             continue
-        after = _closed(after, max(len(before), len(after) - _BEHIND), ends)
-        if ids and before[: len(ids)] != ids:
+        answered_ids = _cut_at_end(answered_ids, max(len(prompt_ids), len(answered_ids) - _BEHIND), ends)
+        if ids and prompt_ids[: len(ids)] != ids:
             sequences.append((ids, labels))
             ids, labels = [], []
-        labels = [*labels, *[IGNORED] * (len(before) - len(ids)), *after[len(before) :]]
-        ids = after
+        labels = [*labels, *[IGNORED] * (len(prompt_ids) - len(ids)), *answered_ids[len(prompt_ids) :]]
+        ids = answered_ids
     return [*sequences, (ids, labels)] if ids else sequences, rewritten
 
 
@@ -110,7 +110,7 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> 
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _closed(ids: list[int], start: int, ends: tuple[frozenset[int], ...]) -> list[int]:
+def _cut_at_end(ids: list[int], start: int, ends: tuple[frozenset[int], ...]) -> list[int]:
     """The ids up to the first end at `start` or later, of the first kind of `ends` that is there.
 
     Templates put a newline or the end of the document (Phi-3's does) behind the last message; the policy never samples
@@ -181,9 +181,9 @@ class DemonstrationRun(TrainingRun):
         self._resumes = checkpoint is not None
         member.report(Ready(detail=self._load(policy)))
         traces = list(read_traces(Path(self._await_demonstrations())))
-        found = tokenize_traces(self._tokenizer, traces, section.max_length, self.beat)
-        rows = found.rows
-        self._require_rows(found)
+        tokenized = tokenize_traces(self._tokenizer, traces, section.max_length, self.beat)
+        rows = tokenized.rows
+        self._require_rows(tokenized)
         order = row_order(len(rows), section.batch_size, section.epochs, self._config.algorithm.seed)
         steps = len(order) // section.batch_size
         self._config = training_config(self._config, steps, math.ceil(len(rows) / section.batch_size))
@@ -200,7 +200,7 @@ class DemonstrationRun(TrainingRun):
                 self._train(rows, order[state.step * section.batch_size :])
         self._save_final()
         detail = {"step": self._step, "train_seconds": round(self._elapsed(), 3)}
-        member.report(Finished(detail | {"left_out": found.too_long, "rewritten": found.rewritten}))
+        member.report(Finished(detail | {"left_out": tokenized.too_long, "rewritten": tokenized.rewritten}))
 
     def _await_demonstrations(self) -> str:
         """The file of demonstrations: the driver's address, which comes when they are collected.
@@ -212,7 +212,7 @@ class DemonstrationRun(TrainingRun):
             self.beat()
         return self._member.address("environment")
 
-    def _require_rows(self, found: TokenizedTraces) -> None:
+    def _require_rows(self, tokenized: TokenizedTraces) -> None:
         """Warns of answers that the chat template keeps from being learned.
 
         Raises:
@@ -220,16 +220,18 @@ class DemonstrationRun(TrainingRun):
         """
         limit = self._config.sft.max_length
         rewritten = (
-            f"the chat template renders the prompt of {found.rewritten} answers otherwise once they follow it (some "
-            "drop or add thoughts), so their tokens cannot be told apart"
+            f"the chat template renders the prompt of {tokenized.rewritten} answers otherwise once they follow it "
+            "(some drop or add thoughts), so their tokens cannot be told apart"
         )
-        if found.rows and found.rewritten:
+        if tokenized.rows and tokenized.rewritten:
             self._member.report(Warned(f"{rewritten[0].upper()}{rewritten[1:]}: they are not learned. {_TEMPLATE}"))
-        if not found.rows:
-            causes = [f"{found.too_long} are longer than sft.max_length ({limit} tokens)"] if found.too_long else []
-            causes += [rewritten] if found.rewritten else []
-            cures = ["Raise sft.max_length, or shorten the environment's prompts."] if found.too_long else []
-            cures += [_TEMPLATE] if found.rewritten else []
+        if not tokenized.rows:
+            causes = (
+                [f"{tokenized.too_long} are longer than sft.max_length ({limit} tokens)"] if tokenized.too_long else []
+            )
+            causes += [rewritten] if tokenized.rewritten else []
+            cures = ["Raise sft.max_length, or shorten the environment's prompts."] if tokenized.too_long else []
+            cures += [_TEMPLATE] if tokenized.rewritten else []
             raise InvalidValue(
                 f"None of the demonstrations can be learned from: {'; '.join(causes) or 'none has an answer'}.",
                 hint=" ".join(cures) or "Collect or choose others.",

@@ -34,8 +34,8 @@ def judged_rewards(group: Group) -> list[float]:
 def has_equal_rewards(group: Group) -> bool:
     """True if rewards that are compared with each other are equal: no signal for group-relative advantages."""
     rewards = rollout_rewards(group)
-    sets = [[rewards[one] for one in peers] for _, peers in comparisons(group.outcomes or ())] or [rewards]
-    return all(max(own) - min(own) < 1e-9 for own in sets)
+    sets = [[rewards[peer] for peer in peers] for _, peers in comparisons(group.outcomes or ())] or [rewards]
+    return all(max(compared) - min(compared) < 1e-9 for compared in sets)
 
 
 class EnvironmentMetrics:
@@ -67,13 +67,13 @@ class EnvironmentMetrics:
         for label in self._labels:
             prefix = f"environments/{label}"
             metrics[f"{prefix}/share"] = counts[label] / total
-            own = [group for group in delivered if group.environment == label]
-            if not own:
+            groups = [group for group in delivered if group.environment == label]
+            if not groups:
                 continue
-            rewards = [reward for group in own for reward in judged_rewards(group)]
+            rewards = [reward for group in groups for reward in judged_rewards(group)]
             metrics[f"{prefix}/reward"] = statistics.fmean(rewards) if rewards else 0.0
-            metrics[f"{prefix}/frac_reward_zero_std"] = sum(map(has_equal_rewards, own)) / len(own)
-            outcomes = [outcome for group in own for outcome in group.outcomes or []]
+            metrics[f"{prefix}/frac_reward_zero_std"] = sum(map(has_equal_rewards, groups)) / len(groups)
+            outcomes = [outcome for group in groups for outcome in group.outcomes or []]
             if outcomes:
                 judged = sum(not outcome.unjudged for outcome in outcomes)
                 metrics[f"{prefix}/success"] = sum(outcome.success for outcome in outcomes) / max(1, judged)

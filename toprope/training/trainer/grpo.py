@@ -31,17 +31,17 @@ class GrpoLearner(StepLearner):
         return self._reference_logps(batch) if self._config.algorithm.beta else None
 
     def _update(self, step: int, batch: StepBatch, prepared: torch.Tensor | None) -> dict[str, float | None]:
-        config, found = self._config, GrpoMetrics(self._ranks)
+        config, metrics = self._config, GrpoMetrics(self._ranks)
         lengths = Counter[int]()
         for row in batch.rows:
             lengths[row.rollout] += sum(row.trained)
         size = StepSize(len(lengths), batch.tensors.tokens, config.rollout.max_new_tokens)
         answers = torch.tensor([float(lengths[row.rollout]) for row in batch.rows], device=self._forward.device)
         moving = self._moving(batch.rows)
-        looked, each = _sample_of_others(batch.rows, moving, step)
+        chosen, chosen_counts = _sample_of_others(batch.rows, moving, step)
         weights = torch.ones((len(batch.rows), 2), device=self._forward.device)
-        weights[looked] = torch.tensor(each, device=self._forward.device)
-        passes = self._shares([*moving, *looked])
+        weights[chosen] = torch.tensor(chosen_counts, device=self._forward.device)
+        passes = self._shares([*moving, *chosen])
         for numbers in passes:
             part = batch.part(numbers)
             tensors, counts = part.tensors, weights[numbers]
@@ -64,11 +64,11 @@ class GrpoLearner(StepLearner):
             total = loss.total
             if scores.aux_loss is not None:
                 total = total + self._forward.aux_weight * scores.aux_loss / (len(passes) * self._ranks.count)
-            found.add(loss, total, scores.aux_loss)
+            metrics.add(loss, total, scores.aux_loss)
             self._backward(total)
             self._hooks.beat()
         norm = self._take_optimizer_step()
-        return found.read() | {"grad_norm": float(norm)}
+        return metrics.read() | {"grad_norm": float(norm)}
 
     def _moving(self, rows: Sequence[TrainingRow]) -> Sequence[int]:
         """Numbers of the rows that move the policy. Those without an advantage, as where all answers of a group were
@@ -80,7 +80,11 @@ class GrpoLearner(StepLearner):
         moving = [
             number
             for number in scored
-            if (rows[number].advantage if (given := rows[number].token_advantages) is None else any(given))
+            if (
+                rows[number].advantage
+                if (token_advantages := rows[number].token_advantages) is None
+                else any(token_advantages)
+            )
         ]
         return moving or scored[:1] or range(min(1, len(rows)))
 
@@ -96,8 +100,8 @@ def _sample_of_others(
     eight is enough; every row has its turn, so that means over steps have no bias. Beside the moving rows it needs no
     pass of its own, and its gradient is 0.
     """
-    known = set(moving)
-    others = [number for number, row in enumerate(rows) if number not in known and any(row.trained)]
+    moving_numbers = set(moving)
+    others = [number for number, row in enumerate(rows) if number not in moving_numbers and any(row.trained)]
     if not others:
         return [], (1.0, 1.0)
     stride = min(_SAMPLED, len(others))

@@ -66,9 +66,9 @@ class LocalRun(TrainingRun):
         """Loads tokenizer and model, and opens the weight file."""
         fix_kernels(self._config)
         self._tokenizer = load_tokenizer(policy, self._config.policy.chat_template_kwargs)
-        how = {"whole": self._ranks.alone, "overwritten": self._resumes}
+        options = {"whole": self._ranks.alone, "overwritten": self._resumes}
         # A model that is split moves to the GPUs part by part.
-        self._model = load_model(policy, self._config, trained=True, **how)
+        self._model = load_model(policy, self._config, trained=True, **options)
         self._ranks.meet()
         self._model = self._ranks.shard(self._model)
         self._trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
@@ -121,8 +121,8 @@ class LocalRun(TrainingRun):
         )
 
     def _find_not_finite(self, loss: float | None) -> str | None:
-        if found := super()._find_not_finite(loss):
-            return found
+        if not_finite := super()._find_not_finite(loss):
+            return not_finite
         self._ranks.order(Gather())
         return None if self._gather_weights() else "A weight"
 

@@ -191,10 +191,10 @@ class Ranks:
 
         Every rank gets the same number of passes, some of them empty, because a pass is an operation of all ranks.
         """
-        each = -(-len(numbers) // self.count)
-        own = list(numbers[self.number * each : (self.number + 1) * each])
-        size = size or max(each, 1)
-        return [own[start : start + size] for start in range(0, each, size)]
+        rows_per_rank = -(-len(numbers) // self.count)
+        own_numbers = list(numbers[self.number * rows_per_rank : (self.number + 1) * rows_per_rank])
+        size = size or max(rows_per_rank, 1)
+        return [own_numbers[start : start + size] for start in range(0, rows_per_rank, size)]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""
@@ -249,13 +249,13 @@ class Ranks:
 
         Tensors that share their memory still do.
         """
-        found: dict[int, torch.Tensor] = {}
+        whole_tensors: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for value in tensors.values():
-                if id(value) not in found:
+                if id(value) not in whole_tensors:
                     gathered = whole(value.detach())
-                    found[id(value)] = gathered.cpu() if self.leads else gathered[:0]
-        return {name: found[id(value)] for name, value in tensors.items()} if self.leads else {}
+                    whole_tensors[id(value)] = gathered.cpu() if self.leads else gathered[:0]
+        return {name: whole_tensors[id(value)] for name, value in tensors.items()} if self.leads else {}
 
     def are_finite(self, tensors: Iterable[torch.Tensor]) -> bool:
         """True if all values are finite, on all ranks. An operation of all ranks."""
@@ -270,23 +270,23 @@ def is_split(value: torch.Tensor) -> bool:
 
 def whole(value: Any) -> torch.Tensor:
     """The whole of a tensor that may be split. An operation of all ranks."""
-    found: torch.Tensor = value.full_tensor() if is_split(value) else value
-    return found
+    tensor: torch.Tensor = value.full_tensor() if is_split(value) else value
+    return tensor
 
 
 def local_part(value: Any) -> torch.Tensor:
     """This rank's part of a tensor that may be split."""
-    found: torch.Tensor = value.to_local() if is_split(value) else value
-    return found
+    tensor: torch.Tensor = value.to_local() if is_split(value) else value
+    return tensor
 
 
 def own_rows(like: Any) -> slice:
     """The rows of a tensor that this rank has: `fully_shard` makes chunks of equal size."""
     if not is_split(like):
         return slice(None)
-    each = -(-like.size(0) // like.device_mesh.size())
-    first = min(like.device_mesh.get_local_rank() * each, like.size(0))
-    return slice(first, min(first + each, like.size(0)))
+    rows_per_rank = -(-like.size(0) // like.device_mesh.size())
+    first = min(like.device_mesh.get_local_rank() * rows_per_rank, like.size(0))
+    return slice(first, min(first + rows_per_rank, like.size(0)))
 
 
 def from_rows(rows: torch.Tensor, like: Any) -> torch.Tensor:

@@ -99,9 +99,9 @@ class _OrderedTrainer(SFTTrainer):
         assert isinstance(self.train_dataset, Dataset)
         return SequentialSampler(self.train_dataset)
 
-    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+    def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         if "loss" in logs:
             self._run.log_step(self.state.global_step, logs)
             if self._run.should_stop():
                 self.control.should_training_stop = True
-        super().log(logs, *arguments, **named)
+        super().log(logs, *arguments, **keywords)

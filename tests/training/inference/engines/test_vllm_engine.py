@@ -172,7 +172,7 @@ def test_output_of_a_server_is_our_own_and_its_errors_are_known(
     try:
         until(lambda: server.ended)
         assert server.last_words() == "ValueError: no such model"
-        assert len(capsys.readouterr().err) > 200_000 and len(server._said) < 100_000
+        assert len(capsys.readouterr().err) > 200_000 and len(server._output_end) < 100_000
         assert [path.name for path in server.folder.iterdir()] == ["lock"], "no file grows"
     finally:
         server.end()

@@ -249,9 +249,9 @@ class _Endpoints:
 
     async def wanted(self, request: Request) -> Response:
         """The rows that the waiting trainer still needs, so that the driver can wait for the trainer."""
-        missing, wait_s = self._groups.missing_rows, wait_parameter(query_parameters(request.scope))
-        found = await wait_for(self._store, request.receive, wait_s, missing, lambda: missing() is not None)
-        version, rows = found or (self._store.version, 0)
+        missing_rows, wait_s = self._groups.missing_rows, wait_parameter(query_parameters(request.scope))
+        demand = await wait_for(self._store, request.receive, wait_s, missing_rows, lambda: missing_rows() is not None)
+        version, rows = demand or (self._store.version, 0)
         return _json({"version": version, "rows": rows})
 
     async def _read_small(self, request: Request) -> bytes:

@@ -50,11 +50,11 @@ class AuthMiddleware:
             await _answer(refusal)(scope, receive, send)
             return
         authorized = hmac.compare_digest(authorization[:7].lower() + authorization[7:], self._bearer)
-        first, _, rest = scope["path"][1:].partition("/")
-        if hmac.compare_digest(first.encode("utf-8", "replace"), self._secret):
+        first_segment, _, remainder = scope["path"][1:].partition("/")
+        if hmac.compare_digest(first_segment.encode("utf-8", "replace"), self._secret):
             authorized = True
             # Change the scope in place: delivery tracking refers to this very object.
-            scope["path"] = "/" + rest
+            scope["path"] = "/" + remainder
             scope["raw_path"] = scope["path"].encode()
         if not authorized and scope["path"] != "/":
             message = "The run's secret is missing or wrong: send it as 'Authorization: Bearer <secret>'."

@@ -69,18 +69,18 @@ class DuplicateDetector:
             return []
         return sorted({*self._in_flight, *(seq for seq, _ in self._unanswered.values())})[-_NOTED:]
 
-    def recover(self, journal: FileJournal, last: int, note: GroupNote) -> None:
+    def recover(self, journal: FileJournal, last: int, last_note: GroupNote) -> None:
         """Recover the groups that a killed process had not answered: its last one, and those its note lists."""
-        wanted = {*note.open, last}
-        for record in journal.iterate(min(wanted) - 1):
-            found = record.note
-            if record.seq not in wanted or not isinstance(found, GroupNote) or found.group_id is not None:
+        unanswered = {*last_note.open, last}
+        for record in journal.iterate(min(unanswered) - 1):
+            recorded = record.note
+            if record.seq not in unanswered or not isinstance(recorded, GroupNote) or recorded.group_id is not None:
                 continue
             try:
-                key = bytes.fromhex(found.posted) if found.posted else digest(journal.read(record.seq))
+                key = bytes.fromhex(recorded.posted) if recorded.posted else digest(journal.read(record.seq))
             except (Corrupt, NotFound, ValueError):
                 continue
-            self._remember(found.lane, key, record.seq, found.at)
+            self._remember(recorded.lane, key, record.seq, recorded.at)
 
     def clear(self) -> None:
         """Forget everything."""

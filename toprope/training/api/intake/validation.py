@@ -103,14 +103,14 @@ async def _receive(receive: Receive, limits: Limits) -> bytes:
 def _gunzip(body: bytes, limit: int) -> bytes:
     unpack = zlib.decompressobj(wbits=31)
     try:
-        plain = unpack.decompress(body, limit + 1)
+        decompressed = unpack.decompress(body, limit + 1)
     except zlib.error:
-        plain = b""
-    if len(plain) > limit:
+        decompressed = b""
+    if len(decompressed) > limit:
         raise _too_large(limit, " after decompression")
     if not unpack.eof or unpack.unused_data:
         raise Refused("bad_gzip", "The body is not one complete gzip stream.", status=400)
-    return plain
+    return decompressed
 
 
 def _too_large(limit: int, when: str = "") -> Refused:
@@ -190,8 +190,8 @@ class GroupValidator:
                 field=f"tokens[{row}]",
             )
         for name in _MATRICES:
-            if (matrix := getattr(group, name)) is not None and (found := [*map(len, matrix)]) != lengths:
-                _raise_shape(name, found, lengths)
+            if (matrix := getattr(group, name)) is not None and (row_lengths := [*map(len, matrix)]) != lengths:
+                _raise_shape(name, row_lengths, lengths)
         for name in ("scores", "overrides", "rollouts", "versions"):
             column = getattr(group, name)
             if column is not None and len(column) != rows:
@@ -237,13 +237,15 @@ def _check_masks(masks: list[list[int]], tokens: list[list[int]]) -> None:
             )
 
 
-def _raise_shape(name: str, found: list[int], lengths: list[int]) -> None:
-    if len(found) != len(lengths):
-        raise Refused("length_mismatch", f"{name} has {len(found)} rows, but tokens has {len(lengths)}.", field=name)
-    row = next(index for index, length in enumerate(lengths) if found[index] != length)
+def _raise_shape(name: str, row_lengths: list[int], lengths: list[int]) -> None:
+    if len(row_lengths) != len(lengths):
+        raise Refused(
+            "length_mismatch", f"{name} has {len(row_lengths)} rows, but tokens has {len(lengths)}.", field=name
+        )
+    row = next(index for index, length in enumerate(lengths) if row_lengths[index] != length)
     raise Refused(
         "length_mismatch",
-        f"{name}[{row}] has {found[row]} entries, but tokens[{row}] has {lengths[row]}.",
+        f"{name}[{row}] has {row_lengths[row]} entries, but tokens[{row}] has {lengths[row]}.",
         field=f"{name}[{row}]",
     )
 
@@ -281,13 +283,13 @@ def _is_deeper(value: Any, depth: int) -> bool:
     while level:
         if not depth:
             return True
-        inner: list[Any] = []
+        next_level: list[Any] = []
         for item in level:
             if type(item) is list:
-                inner.extend(x for x in item if type(x) in (list, dict))
+                next_level.extend(element for element in item if type(element) in (list, dict))
             elif type(item) is dict:
-                inner.extend(x for x in item.values() if type(x) in (list, dict))
-        level = inner
+                next_level.extend(element for element in item.values() if type(element) in (list, dict))
+        level = next_level
         depth -= 1
     return False
 

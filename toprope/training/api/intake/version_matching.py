@@ -60,10 +60,10 @@ class InferenceMatcher:
             for tokens, masks in zip(group.tokens, group.masks, strict=True)
         ]
         async with self._turn:
-            found = await self._query(self._url, rows)
+            matched = await self._query(self._url, rows)
         for post, group in zip(posts, groups, strict=True):
-            own, found = found[: len(group.tokens)], found[len(group.tokens) :]
-            _merge(post, group, own)
+            group_rows, matched = matched[: len(group.tokens)], matched[len(group.tokens) :]
+            _merge(post, group, group_rows)
 
     async def _query(self, url: str, rows: list[SoughtRow]) -> list[MatchedRow | None]:
         nothing: list[MatchedRow | None] = [None] * len(rows)
@@ -73,10 +73,10 @@ class InferenceMatcher:
         for _ in range(2):  # the server may have closed the idle connection
             try:
                 answer = await self._connections.request("POST", url, MATCH_PATH, body=body, timeout_s=_TIMEOUT_S)
-                found = _answer.decode(answer.body).rows if answer.status == 200 else []
+                matched = _answer.decode(answer.body).rows if answer.status == 200 else []
             except (OSError, msgspec.DecodeError):
                 continue
-            return found if len(found) == len(rows) else nothing
+            return matched if len(matched) == len(rows) else nothing
         self._not_before = time.monotonic() + _PAUSE_S
         return nothing
 

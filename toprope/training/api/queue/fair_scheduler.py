@@ -133,7 +133,7 @@ class FairScheduler:
         Raises:
             ValueError: A group is not the oldest of its lane.
         """
-        taken = set()
+        lane_names = set()
         for group in groups:
             lane = self._lanes[group.lane]
             if not lane.groups or lane.groups[0].seq != group.seq:
@@ -141,12 +141,12 @@ class FairScheduler:
             lane.groups.popleft()
             lane.virtual += group.rows / lane.weight
             self._leave(lane, group)
-            taken.add(lane.name)
-        for name in taken:
+            lane_names.add(lane.name)
+        for name in lane_names:
             self._lanes[name].skips = 0
         if skipped is not None:
             self._lanes[skipped].skips += 1
-        times = [self._neediest().virtual] if self._busy else [self._lanes[name].virtual for name in taken]
+        times = [self._neediest().virtual] if self._busy else [self._lanes[name].virtual for name in lane_names]
         self._now = max(self._now, *times)
 
     def remove(self, group: WaitingGroup) -> None:
@@ -222,8 +222,8 @@ class FairScheduler:
             if lanes[neediest].skips < PATIENCE:
                 skipped = lanes[neediest].name
             else:
-                kept = [int(index == neediest) for index in range(len(lanes))]
-                best = _nearest(sums, counts, kept, room)
+                minimum = [int(index == neediest) for index in range(len(lanes))]
+                best = _nearest(sums, counts, minimum, room)
                 assert best is not None, "the neediest lane's head fits"
                 counts = best[1]
         groups = [group for lane, count in zip(lanes, counts, strict=True) for group in islice(lane.groups, count)]
@@ -233,8 +233,8 @@ class FairScheduler:
     def _fill_exactly(
         self, lanes: list[Lane], sums: list[list[int]], floors: list[int], prefer: list[int], neediest: int, room: int
     ) -> tuple[list[int], str | None]:
-        kept = [max(floor, int(index == neediest)) for index, floor in enumerate(floors)]
-        best = _nearest(sums, prefer, kept, room)
+        lower = [max(floor, int(index == neediest)) for index, floor in enumerate(floors)]
+        best = _nearest(sums, prefer, lower, room)
         if best is None:  # minimum allocations leave the neediest no room: it goes first
             best = _nearest(sums, prefer, [int(index == neediest) for index in range(len(lanes))], room)
             assert best is not None, "the neediest lane's head fits"
@@ -246,7 +246,7 @@ class FairScheduler:
 
     def _floors(self, lanes: list[Lane], sums: list[list[int]], room: int, now: float) -> list[int] | None:
         """Groups per lane to meet minimum allocations; None if a live environment has too few rows waiting."""
-        floors, left = [0] * len(lanes), room
+        floors, remaining = [0] * len(lanes), room
         for lane in self._lanes.values():
             need = int(lane.minimum * room)
             if need > lane.rows and lane.is_alive(now, self.alive_s):
@@ -257,10 +257,10 @@ class FairScheduler:
                 continue
             row = sums[index]
             count = next((count for count, rows in enumerate(row) if rows >= need), len(row) - 1)
-            while row[count] > left:
+            while row[count] > remaining:
                 count -= 1
             floors[index] = count
-            left -= row[count]
+            remaining -= row[count]
         return floors
 
     def _neediest(self) -> Lane:
@@ -314,7 +314,7 @@ def _nearest(sums: list[list[int]], prefer: list[int], lower: list[int], room: i
         for rows in sums[index][lower[index] :]:
             reach[index] |= reach[index + 1] << rows
         reach[index] &= within
-    total = left = reach[0].bit_length() - 1
+    total = remaining = reach[0].bit_length() - 1
     if total < 0:
         return None
     counts = []
@@ -322,9 +322,9 @@ def _nearest(sums: list[list[int]], prefer: list[int], lower: list[int], room: i
         fitting = [
             count
             for count in range(lower[index], len(row))
-            if row[count] <= left and reach[index + 1] >> (left - row[count]) & 1
+            if row[count] <= remaining and reach[index + 1] >> (remaining - row[count]) & 1
         ]
         count = min(fitting, key=lambda count: abs(count - prefer[index]))
         counts.append(count)
-        left -= row[count]
+        remaining -= row[count]
     return total, counts

@@ -101,7 +101,7 @@ class GroupQueue:
     def oldest(self) -> float | None:
         """Time at which the oldest waiting group was accepted; None if none waits."""
         heads = [lane.groups[0].at for lane in self.scheduler if lane.groups]
-        heads.extend(one.group.at for one in list(self._returned)[:1])
+        heads.extend(returned.group.at for returned in list(self._returned)[:1])
         return min(heads, default=None)
 
     def counts(self) -> Counts:
@@ -173,20 +173,20 @@ class GroupQueue:
         Groups that were delivered before come first, in their old batches if the same number of rows is asked for. A
         batch has `sequences` rows; `fair_scheduler` documents when it has fewer, or more (one larger group).
         """
-        again, room = list[WaitingGroup](), sequences
+        returned, room = list[WaitingGroup](), sequences
         for group, closes in self._returned:
-            if again and group.rows > room:
-                return BatchPlan(self.delivered, tuple(again), len(again), sequences)
-            again.append(group)
+            if returned and group.rows > room:
+                return BatchPlan(self.delivered, tuple(returned), len(returned), sequences)
+            returned.append(group)
             room -= group.rows
             if closes == sequences or room <= 0:
-                return BatchPlan(self.delivered, tuple(again), len(again), sequences)
+                return BatchPlan(self.delivered, tuple(returned), len(returned), sequences)
         if self.scheduler.rows < room:
             return None
-        selection = self.scheduler.select(room, now, alone=not again)
+        selection = self.scheduler.select(room, now, alone=not returned)
         if selection is None:
             return None
-        return BatchPlan(self.delivered, (*again, *selection.groups), len(again), sequences, selection.skipped)
+        return BatchPlan(self.delivered, (*returned, *selection.groups), len(returned), sequences, selection.skipped)
 
     def deliver(self, plan: BatchPlan) -> None:
         """Record a batch as delivered.
@@ -224,8 +224,8 @@ class GroupQueue:
             if group.seq != seq:
                 raise ValueError(f"group {seq} is not the next to be delivered")
             members.append(group)
-        again = min(len(members), len(self._returned))
-        return BatchPlan(cursor, tuple(members), again, sequences, skipped)
+        returned_count = min(len(members), len(self._returned))
+        return BatchPlan(cursor, tuple(members), returned_count, sequences, skipped)
 
     def check_cursor(self, cursor: int) -> None:
         """Check that deliveries can continue at `cursor`.
@@ -296,7 +296,7 @@ class GroupQueue:
         while self._ends and self._ends[0].cursor <= self.committed:
             self._ends.popleft()
             self._steps_committed += 1
-        self.stale_at = [one for one in self.stale_at if one >= self.committed]
+        self.stale_at = [at for at in self.stale_at if at >= self.committed]
         self._committed_groups += newly
         return newly
 
@@ -309,10 +309,10 @@ class GroupQueue:
             Refused: A group was not delivered; nothing was changed.
         """
         self.check_delivered(groups)
-        gone = [seq for seq in dict.fromkeys(groups) if self._waits.pop(seq, None) is not None]
-        if gone:
-            self._dropped[reason] = self._dropped.get(reason, 0) + len(gone)
-        return gone
+        dropped = [seq for seq in dict.fromkeys(groups) if self._waits.pop(seq, None) is not None]
+        if dropped:
+            self._dropped[reason] = self._dropped.get(reason, 0) + len(dropped)
+        return dropped
 
     def check_delivered(self, groups: Sequence[int]) -> None:
         """Check that groups were delivered.
@@ -337,9 +337,9 @@ class GroupQueue:
         """
         if not self._waits.get(seq, False):
             raise ValueError(f"group {seq} does not wait")
-        group = next((one.group for one in self._returned if one.group.seq == seq), None)
+        group = next((returned.group for returned in self._returned if returned.group.seq == seq), None)
         if group is not None:
-            self._returned = deque(one for one in self._returned if one.group.seq != seq)
+            self._returned = deque(returned for returned in self._returned if returned.group.seq != seq)
         else:
             # It was usually about to be delivered, so search the heads of the lanes first.
             near = (group for lane in self.scheduler for group in islice(lane.groups, 64))
@@ -367,7 +367,7 @@ class GroupQueue:
     def snapshot(self) -> Snapshot:
         """The whole account, without the notes of live groups."""
         states, present = self.scheduler.states()
-        back = {one.group.seq for one in self._returned}
+        returned_numbers = {returned.group.seq for returned in self._returned}
         return Snapshot(
             accepted=self._accepted,
             committed_groups=self._committed_groups,
@@ -383,7 +383,7 @@ class GroupQueue:
             ends=list(self._ends),
             stale_at=list(self.stale_at),
             returned=[(group.seq, closes) for group, closes in self._returned],
-            waiting=[seq for seq, waits in self._waits.items() if waits and seq not in back],
+            waiting=[seq for seq, waits in self._waits.items() if waits and seq not in returned_numbers],
             keys=dict(self._keys),
             lanes=states,
             lanes_now=present,
@@ -406,15 +406,15 @@ class GroupQueue:
         self._unmatched, self._dropped, self._refused = snapshot.unmatched, snapshot.dropped, snapshot.refused
         self.committed, self._steps_committed = snapshot.committed, snapshot.steps_committed
         self._keys, self._last = snapshot.keys, snapshot.last
-        self._ends, self.stale_at = deque(_BatchEnd(*one) for one in snapshot.ends), snapshot.stale_at
+        self._ends, self.stale_at = deque(_BatchEnd(*end) for end in snapshot.ends), snapshot.stale_at
         self.waiting = self.waiting_rows = self.waiting_bytes = 0
         self.scheduler.load(snapshot.lanes, snapshot.lanes_now, now)
-        gone = set(snapshot.gone)
+        dropped = set(snapshot.gone)
         self._log = deque(
-            WaitingGroup(seq, rows, 0, "", 0.0) if seq in gone else _waiting_group(seq, *notes[seq])
+            WaitingGroup(seq, rows, 0, "", 0.0) if seq in dropped else _waiting_group(seq, *notes[seq])
             for seq, rows in snapshot.log
         )
-        waits = {group.seq: False for group in self._log if group.seq not in gone}
+        waits = {group.seq: False for group in self._log if group.seq not in dropped}
         self._returned = deque(_Returned(_waiting_group(seq, *notes[seq]), closes) for seq, closes in snapshot.returned)
         for group, _ in self._returned:
             waits[group.seq] = True

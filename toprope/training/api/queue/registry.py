@@ -177,7 +177,7 @@ class Registry:
         Queue sizes are in groups of the asking environment: `self_queue_size` counts its own, `queue_size` also the
         rows of others beyond their minimum allocations.
         """
-        mine, lane = self.environments[env_id], self._lane(env_id)
+        asking, lane = self.environments[env_id], self._lane(env_id)
         connected = {
             other: environment
             for other, environment in enumerate(self.environments)
@@ -188,7 +188,7 @@ class Registry:
         others = sum(
             max(0, other.rows - int(other.minimum * batch)) for other in self._queue.scheduler if other is not lane
         )
-        group_size = max(mine.group_size, lane.largest)
+        group_size = max(asking.group_size, lane.largest)
         return {
             "current_step": self.current_step,
             "queue_size": (lane.rows + others) // group_size,
@@ -196,7 +196,7 @@ class Registry:
             - min(1.0, sum(environment.min_batch_allocation or 0.0 for environment in connected.values())),
             "self_queue_size": lane.rows // group_size,
             "max_group_size": max((other.largest for other in self._queue.scheduler if other.groups), default=1),
-            "env_weight": max(_MIN_SHARE, mine.max_token_length * mine.weight / total),
+            "env_weight": max(_MIN_SHARE, asking.max_token_length * asking.weight / total),
         }
 
     def save_to(self, snapshot: Snapshot) -> None:

@@ -42,7 +42,7 @@ class GroupCommit:
         """Calls of `wait`, each with the number of the newest record that it waits for."""
         self._scheduled = False
         """True from the first waiter until its flush has ended: a second flush never begins meanwhile."""
-        self._turns = self._quiet = self._seen = 0
+        self._turns = self._quiet = self._waiter_count = 0
         """Before a flush: turns of the loop, the last of them without a new waiter, and waiters at the last turn."""
         self._thread_flush: asyncio.Task[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -75,14 +75,14 @@ class GroupCommit:
             self._thread.shutdown()
 
     def _schedule(self) -> None:
-        self._scheduled, self._turns, self._quiet, self._seen = True, 0, 0, len(self._waiters)
+        self._scheduled, self._turns, self._quiet, self._waiter_count = True, 0, 0, len(self._waiters)
         asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
         """Flush once no waiter has arrived for `_TURNS` turns of the loop."""
         self._turns += 1
-        self._quiet = self._quiet + 1 if len(self._waiters) == self._seen else 0
-        self._seen = len(self._waiters)
+        self._quiet = self._quiet + 1 if len(self._waiters) == self._waiter_count else 0
+        self._waiter_count = len(self._waiters)
         if self._quiet < _TURNS and self._turns < _MAX_TURNS:
             asyncio.get_running_loop().call_soon(self._turn)
         else:
@@ -94,9 +94,9 @@ class GroupCommit:
             self._settle()
             return
         self.rounds += 1
-        if self._thread_rounds and (held := pending.held()) is not None:
+        if self._thread_rounds and (records := pending.held()) is not None:
             self._thread_rounds -= 1
-            self._thread_flush = asyncio.get_running_loop().create_task(self._flush_in_thread(held))
+            self._thread_flush = asyncio.get_running_loop().create_task(self._flush_in_thread(records))
             return
         began = time.monotonic()
         try:
@@ -109,17 +109,17 @@ class GroupCommit:
         self._journal.synced(pending)
         self._settle()
 
-    async def _flush_in_thread(self, held: Unsynced) -> None:
+    async def _flush_in_thread(self, records: Unsynced) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, held.flush)
+            await asyncio.get_running_loop().run_in_executor(self._thread, records.flush)
         except Exception as error:  # nobody awaits this task, so its waiters would wait for ever
             self._fail(error)
             return
         finally:
-            held.close()
-        self._journal.synced(held)
+            records.close()
+        self._journal.synced(records)
         self._settle()
 
     def _settle(self) -> None:
@@ -138,8 +138,8 @@ class GroupCommit:
             self._schedule()
 
     def _fail(self, error: Exception) -> None:
-        known = error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
-        self._refuse(self._journal.fail(known))
+        disk_error = error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+        self._refuse(self._journal.fail(disk_error))
 
     def _refuse(self, refusal: NotPossibleNow) -> None:
         waiters, self._waiters, self._scheduled = self._waiters, [], False

@@ -209,7 +209,7 @@ class TrajectoryStore:
                 for seq, why in unusable:
                     self._drop_waiting(seq, why)
                 continue
-            bodies = self._read(plan)
+            bodies = self._read_bodies(plan)
             if bodies is None:
                 continue
             if cursor is None and self.queue.delivered > self.queue.committed:
@@ -415,7 +415,7 @@ class TrajectoryStore:
         self.changes += 1
         return seq
 
-    def _read(self, plan: BatchPlan) -> list[bytes] | None:
+    def _read_bodies(self, plan: BatchPlan) -> list[bytes] | None:
         """The bodies of a batch; None after a group that cannot be read was dropped."""
         bodies = []
         for group in plan.groups:

@@ -86,8 +86,8 @@ def _vllm(
             f"{folder} has adapters without the model below them, and vLLM begins with a whole model.",
             hint="Merge them: toprope export RUN --to FOLDER. Or choose engine embedded or transformers.",
         )
-    for field, asked in (("sleep", config.inference.sleep), ("transfer", config.inference.transfer == "gpu")):
-        if asked and device == "cpu":
+    for field, is_set in (("sleep", config.inference.sleep), ("transfer", config.inference.transfer == "gpu")):
+        if is_set and device == "cpu":
             raise InvalidValue(
                 f"inference.{field} is {getattr(config.inference, field)}, and vLLM does that on a GPU only.",
                 hint=f"Unset inference.{field}, or use a GPU.",

@@ -40,7 +40,7 @@ _CPU_ROWS, _CPU_BYTES, _CPU_TOKENS = 64, 2**30, 512
 
 
 @dataclass
-class _Asked:
+class _Pending:
     """A request that is being answered."""
 
     request: SamplingRequest
@@ -54,7 +54,7 @@ class _Asked:
 class _Live:
     """A row that is being sampled."""
 
-    asked: _Asked
+    pending: _Pending
     row: Row
     numbers: Iterator[float] | None
     """Its own uniform numbers, if its request has a seed."""
@@ -97,7 +97,7 @@ class ContinuousEngine(Engine):
         self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._pulse, self._last_pulse, self._stopped = 0, -1, False
-        self._alike: list[_Live] = []
+        self._last_rows: list[_Live] = []
         self._settings: tuple[torch.Tensor | None, ...] = (None, None, None)
         self.version = self.batches = self.rows = self.tokens = 0
         self.busy_s = 0.0
@@ -137,13 +137,16 @@ class ContinuousEngine(Engine):
             if not self._manager.is_running():  # a step failed, and with it every request of that time
                 self._manager = self._make_manager()
                 self._manager.start()
-            first = str(next(self._numbers))
-            more = [f"{first}__child#{number}" if shared else f"{first}-{number}" for number in range(request.n - 1)]
-            asked = _Asked(request, done, batch, [first, *more])
-            for name, row in zip(asked.names, batch.live, strict=True):
-                self._live[name] = _Live(asked, row, _uniform(seeded_generator(request, row.number, self._device)))
+            first_name = str(next(self._numbers))
+            child_names = [
+                f"{first_name}__child#{number}" if shared else f"{first_name}-{number}"
+                for number in range(request.n - 1)
+            ]
+            pending = _Pending(request, done, batch, [first_name, *child_names])
+            for name, row in zip(pending.names, batch.live, strict=True):
+                self._live[name] = _Live(pending, row, _uniform(seeded_generator(request, row.number, self._device)))
             self._manager.num_return_sequences = request.n if shared else 1
-            for name in asked.names[:1] if shared else asked.names:
+            for name in pending.names[:1] if shared else pending.names:
                 self._manager.add_request(request.prompt_ids, name, max_new_tokens=batch.live[0].limit, eos_token_id=-1)
 
     def cancel(self, request: SamplingRequest) -> None:
@@ -163,8 +166,8 @@ class ContinuousEngine(Engine):
         )
         text = self._model.config.get_text_config()
         try:
-            named = (getattr(text, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim"))
-            widths = {width for width in named if width is not None}
+            head_widths = (getattr(text, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim"))
+            widths = {width for width in head_widths if width is not None}
             if len(widths) > 1:  # the library notices at the first answer only
                 raise ValueError(f"its pages hold heads of one width, and this model's have {sorted(widths)}")
             return _Manager(self._model, settings, self._step, self._sample, self._fail)
@@ -205,8 +208,8 @@ class ContinuousEngine(Engine):
         """
         with self._lock:
             rows = [self._live[state.request_id] for state in states]
-        if rows != self._alike:
-            self._alike, self._settings = rows, row_settings([live.asked.request for live in rows], logits.device)
+        if rows != self._last_rows:
+            self._last_rows, self._settings = rows, row_settings([live.pending.request for live in rows], logits.device)
         uniform = torch.rand((len(rows), 1), generator=self._generator, dtype=torch.float64, device=logits.device)
         for place, live in enumerate(rows):
             if live.numbers is not None:
@@ -214,28 +217,28 @@ class ContinuousEngine(Engine):
         tokens, logprobs = choose_tokens(logits, uniform, *self._settings)
         for state, live, token, logprob in zip(states, rows, tokens.tolist(), logprobs.tolist(), strict=True):
             self.tokens += 1
-            if live.asked.batch.append_to(live.row, token, logprob, self.version):
+            if live.pending.batch.append_to(live.row, token, logprob, self.version):
                 state._new_tokens_limit = state.generated_len() + 1
-                self._end(live.asked)
+                self._end(live.pending)
         return tokens
 
-    def _end(self, asked: _Asked) -> None:
-        if not asked.batch.is_complete(0):
+    def _end(self, pending: _Pending) -> None:
+        if not pending.batch.is_complete(0):
             return
-        self.rows += asked.request.n
+        self.rows += pending.request.n
         with self._lock:
-            for name in asked.names:
+            for name in pending.names:
                 self._live.pop(name, None)
-        asked.done(Cancelled() if asked.request.given_up else asked.batch.samples(0))
+        pending.done(Cancelled() if pending.request.given_up else pending.batch.samples(0))
 
     def _fail(self, name: str, error: str) -> None:
         """Answer the request of a row that the library gave up."""
         with self._lock:
             live = self._live.get(name)
-            for other in live.asked.names if live else ():
-                self._live.pop(other, None)
+            for row_name in live.pending.names if live else ():
+                self._live.pop(row_name, None)
         if live is not None:
-            live.asked.done(RuntimeError("the engine has stopped" if self._stopped else error))
+            live.pending.done(RuntimeError("the engine has stopped" if self._stopped else error))
 
 
 class _Manager(ContinuousBatchingManager):

@@ -80,8 +80,8 @@ class VllmApi:
         async with self._http.post(path, json={} if body is None else body) as response:
             data = await response.read()
             if response.status != 200:
-                said = data.decode(errors="replace")[:300]
-                raise UpdateFailed(f"vLLM refused {path} with {response.status}: {said}")
+                text = data.decode(errors="replace")[:300]
+                raise UpdateFailed(f"vLLM refused {path} with {response.status}: {text}")
         return data
 
     async def is_up(self) -> bool:
@@ -96,29 +96,29 @@ class VllmApi:
         """Wait for an answer of all its processes, which they give between two steps."""
         await self.post("/collective_rpc", {"method": "toprope_loaded"})
 
-    async def adopt(self, found: Published, *, waits: bool) -> None:
+    async def adopt(self, published: Published, *, waits: bool) -> None:
         """Replace all weights in a pause.
 
         Args:
             waits: True to let all answers end before, False to go on with them after.
         """
         await self.post(f"/pause?mode={'wait' if waits else 'keep'}")
-        if (handles := found.handles) is not None:
+        if (handles := published.handles) is not None:
             await self.post("/start_weight_update")
             await self.post("/update_weights", {"update_info": handles})
             await self.post("/finish_weight_update")
         else:
-            path = {"weights_path": str(found.folder)}
+            path = {"weights_path": str(published.folder)}
             await self.post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
         await self.post("/reset_prefix_cache")
-        await self.name_version(found.policy)
+        await self.name_version(published.policy)
         await self.post("/resume")
 
     async def name_version(self, version: int) -> None:
         """Have answers from now on stamped with a policy version."""
         await self.post("/update_weight_version", {"new_version": str(version)})
 
-    async def compare(self, found: Published, allowed: float, model: str = MODEL) -> None:
+    async def compare(self, published: Published, allowed: float, model: str = MODEL) -> None:
         """Compare the server's log-probabilities with those of published weights.
 
         Args:
@@ -128,17 +128,17 @@ class VllmApi:
         Raises:
             UpdateFailed: They differ by more.
         """
-        check = found.check
+        check = published.check
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         body = {"model": model, "token_ids": check.tokens, "sampling_params": sampling}
-        given = msgspec.json.decode(await self.post(_GENERATE, body), type=Checked).prompt_logprobs[1:]
-        theirs = [
+        entries = msgspec.json.decode(await self.post(_GENERATE, body), type=Checked).prompt_logprobs[1:]
+        served_logprobs = [
             entry[str(token)].logprob if entry and str(token) in entry else float("nan")
-            for token, entry in zip(check.tokens[1:], given, strict=True)
+            for token, entry in zip(check.tokens[1:], entries, strict=True)
         ]
-        if not (error := check.largest_error(theirs)) <= allowed:
+        if not (error := check.largest_error(served_logprobs)) <= allowed:
             raise UpdateFailed(
-                f"After the update to version {found.policy} vLLM's log-probabilities differ from the trainer's by "
+                f"After the update to version {published.policy} vLLM's log-probabilities differ from the trainer's by "
                 f"{error:.3g}, more than {allowed}."
             )
 

@@ -223,10 +223,10 @@ class VllmEngine(Engine):
         Raises:
             ComponentFailed: It did not come up.
         """
-        found = None if self._crew is None else newest_published(self._crew)
+        published = None if self._crew is None else newest_published(self._crew)
         self._stamp = 0 if self._crew is None else published_stamp(self._crew)
-        whole = found is not None and found.is_whole
-        model = found.folder if found is not None and whole else self._options.policy
+        is_whole = published is not None and published.is_whole
+        model = published.folder if published is not None and is_whole else self._options.policy
         self._process = await asyncio.to_thread(self._start_process, self._options, model)
         self._api = VllmApi(self._process.connect())
         self._adapter, self._adapters = "", {}
@@ -237,9 +237,9 @@ class VllmEngine(Engine):
             if time.monotonic() > deadline:
                 raise ComponentFailed(f"vLLM was not ready within {_START_S:.0f} s.")
             await asyncio.sleep(0.2)
-        return found
+        return published
 
-    async def _watch(self, found: Published | None) -> None:
+    async def _watch(self, published: Published | None) -> None:
         """Serve with a server that is up until it is gone or silent.
 
         Raises:
@@ -247,7 +247,7 @@ class VllmEngine(Engine):
             aiohttp.ClientError: Its connection broke.
             UpdateFailed: It did not take weights.
         """
-        following = asyncio.create_task(self._follow(found))
+        following = asyncio.create_task(self._follow(published))
         try:
             while not following.done():
                 async with asyncio.timeout(self._options.silence_s):
@@ -260,19 +260,19 @@ class VllmEngine(Engine):
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
-    async def _follow(self, found: Published | None) -> None:
+    async def _follow(self, published: Published | None) -> None:
         """Open the server, with weights that it has not taken or compared; adopt others as they are published."""
         assert self._process is not None
         await self._api.probe()
         if self._options.in_memory:
             await self._api.post("/init_weight_transfer_engine", {"init_info": {"packed": False}})
-        if found is not None and not found.is_whole:
-            await self._adopt(found)
+        if published is not None and not published.is_whole:
+            await self._adopt(published)
         else:
-            await self._api.name_version(0 if found is None else found.policy)
-            if found is not None:
-                await self._api.compare(found, self._allowed)
-            self.version = 0 if found is None else found.policy
+            await self._api.name_version(0 if published is None else published.policy)
+            if published is not None:
+                await self._api.compare(published, self._allowed)
+            self.version = 0 if published is None else published.policy
             self._sound.set()
         self._sleeping = False
         self._ready.set()
@@ -286,33 +286,33 @@ class VllmEngine(Engine):
             await asyncio.sleep(_LOOK_S)
         raise ComponentFailed(f"vLLM ended with status {self._process.process.returncode}.")
 
-    async def _adopt(self, found: Published) -> None:
+    async def _adopt(self, published: Published) -> None:
         """Bring published weights into the server.
 
         Raises:
             UpdateFailed: It refused them, or they are not what the trainer has.
         """
-        if found.adapters:
-            name = f"{MODEL}-{found.folder.name}"
+        if published.adapters:
+            name = f"{MODEL}-{published.folder.name}"
             alone = self._options.device == "cpu"
             if alone:  # with adapters vLLM dies there of a prompt's log-probabilities beside other requests
                 self._open.clear()
                 while self._asking:
                     await asyncio.sleep(_LOOK_S)
-            await self._api.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(found.folder)})
+            await self._api.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(published.folder)})
             self._adapters[name] = 0
-            await self._api.compare(found, self._allowed, name)
-            self._adapter, self.version = name, found.policy
+            await self._api.compare(published, self._allowed, name)
+            self._adapter, self.version = name, published.policy
             self._sound.set()
             if alone:
                 self._open.set()
-            for old in [known for known, users in self._adapters.items() if not users and known != name]:
+            for old in [adapter for adapter, users in self._adapters.items() if not users and adapter != name]:
                 await self._unload(old)
             return
         self._sound.clear()
-        await self._api.adopt(found, waits=self._options.waits)
-        await self._api.compare(found, self._allowed)
-        self.version = found.policy
+        await self._api.adopt(published, waits=self._options.waits)
+        await self._api.compare(published, self._allowed)
+        self.version = published.policy
         self._sound.set()
 
     async def _unload(self, name: str) -> None:
@@ -386,9 +386,9 @@ class VllmEngine(Engine):
                     self._api.generate,
                     request, model=adapter or MODEL, end_ids=self.end_ids, context=self.max_context,
                 )  # fmt: skip
-                found = await asyncio.gather(*(ask(first=first) for first in parts))
+                choice_lists = await asyncio.gather(*(ask(first=first) for first in parts))
             except (aiohttp.ClientError, OSError):
-                await self._closed(life)
+                await self._wait_for_end(life)
                 continue
             finally:
                 self._count(-1)
@@ -396,7 +396,7 @@ class VllmEngine(Engine):
                     self._adapters[adapter] -= 1
             if not await self._is_sound(life):
                 continue
-            choices = [choice for part in found for choice in part] * (1 if request.temperature else request.n)
+            choices = [choice for part in choice_lists for choice in part] * (1 if request.temperature else request.n)
             self.batches, self.rows = self.batches + 1, self.rows + request.n
             self.tokens += sum(len(choice.token_ids) for choice in choices)
             texts = self._tokenizer.batch_decode([choice.token_ids for choice in choices], skip_special_tokens=True)
@@ -420,7 +420,7 @@ class VllmEngine(Engine):
             self.busy_s += now - self._since
         self._asking, self._since = self._asking + change, now
 
-    async def _closed(self, life: int) -> None:
+    async def _wait_for_end(self, life: int) -> None:
         """Wait until the server of that life has been given up, or shows by its life that one connection broke."""
         deadline = time.monotonic() + _PROBE_S
         while self._life == life and time.monotonic() < deadline:

@@ -153,7 +153,7 @@ class VllmProcess:
     folder: Path
     lock: int
     key: str = field(repr=False)
-    _said: bytes = b""
+    _output_end: bytes = b""
     """The end of its output."""
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class VllmProcess:
         """Print its output as this process's own, whose log has limits, and keep the end."""
         output: Any = self.process.stdout
         while part := output.read1(_CHUNK):
-            self._said = (self._said + part)[-_CHUNK:]
+            self._output_end = (self._output_end + part)[-_CHUNK:]
             with suppress(OSError, ValueError):  # nobody reads on; an unread pipe would stop vLLM
                 print(part.decode(errors="replace"), end="", file=sys.stderr, flush=True)
         output.close()
@@ -217,7 +217,7 @@ class VllmProcess:
         Its libraries and the model's files choose the text: it has no control characters and no keys.
         """
         self._relay.join(1.0 if self.ended else 0.0)
-        printed = map(printed_line, self._said.decode(errors="replace").splitlines())
+        printed = map(printed_line, self._output_end.decode(errors="replace").splitlines())
         lines = [hide_keys(hide(_LOGGED.sub("", line, count=1), [self.key])) for line in printed]
         raised = dict.fromkeys(
             " ".join([line, *(more.strip() for more in takewhile(_DETAIL.match, lines[place + 1 : place + 4]))])
@@ -225,8 +225,8 @@ class VllmProcess:
             if _RAISED.match(line)
         )
         causes = [error for error in raised if "root cause" not in error]
-        told = causes[-2:] or [line for line in lines if line[:1].strip()][-6:]
-        return "\n".join(clip(line, _SAID // len(told)) for line in told)
+        shown = causes[-2:] or [line for line in lines if line[:1].strip()][-6:]
+        return "\n".join(clip(line, _SAID // len(shown)) for line in shown)
 
     def end(self) -> None:
         """End the server with all its processes, and delete its folder."""
@@ -258,12 +258,12 @@ def _short_folder() -> tuple[Path, int]:
     A run's own temporary folder is too deep. Folders whose processes were killed are deleted here.
     """
     base = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_PLACE else "/tmp")
-    for left in base.glob(f"{_PREFIX}*"):
+    for former in base.glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            descriptor = os.open(left / "lock", os.O_RDWR)
+            descriptor = os.open(former / "lock", os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(former, ignore_errors=True)
             finally:
                 os.close(descriptor)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
@@ -276,12 +276,14 @@ def _short_folder() -> tuple[Path, int]:
 def _configuration(policy: Path) -> dict[str, Any]:
     """Return the model's configuration; empty if it is not there."""
     file = policy / "config.json"
-    found: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
-    return found
+    configuration: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    return configuration
 
 
 def keeps_old_head(policy: Path, device: str) -> bool:
     """True if vLLM would keep the output head of the first weights: on a CPU it does so where embeddings are tied."""
-    if device != "cpu" or not (written := _configuration(policy)):
+    if device != "cpu" or not (configuration := _configuration(policy)):
         return False
-    return bool(written.get("tie_word_embeddings", written.get("text_config", {}).get("tie_word_embeddings", True)))
+    return bool(
+        configuration.get("tie_word_embeddings", configuration.get("text_config", {}).get("tie_word_embeddings", True))
+    )

@@ -88,7 +88,7 @@ class EnvironmentWorker(WorkerClient):
             "max_turns": max_turns,
             "seed": seed,
             "split_rule": split_rule,
-            **({"rewards": [dict(one) for one in rewards]} if rewards else {}),
+            **({"rewards": [dict(reward) for reward in rewards]} if rewards else {}),
         }
         card = await self._ask(Card, "open", timeout, arguments)
         self.call_s, self._known, self._tools = card.call_s, {}, (card.tool_s, card.most_calls)
@@ -103,7 +103,7 @@ class EnvironmentWorker(WorkerClient):
 
     async def tasks(self, split: str, start: int, count: int, *, timeout: float, variant: str = "") -> TaskPage:
         """Up to `count` distinct tasks of a split, from number `start` on."""
-        arguments = {"split": split, "start": start, "count": count, **_named(variant)}
+        arguments = {"split": split, "start": start, "count": count, **_variant_argument(variant)}
         return await self._ask(TaskPage, "tasks", timeout, arguments)
 
     async def survey(self, limit: int, seconds: float, *, timeout: float) -> dict[str, SplitSize]:
@@ -112,7 +112,7 @@ class EnvironmentWorker(WorkerClient):
 
     async def score(self, split: str, index: int, answer: str, *, timeout: float, variant: str = "") -> Outcome:
         """Score one answer as a whole rollout, whether or not the environment would ask for more turns."""
-        arguments = {"split": split, "index": index, "answer": answer, **_named(variant)}
+        arguments = {"split": split, "index": index, "answer": answer, **_variant_argument(variant)}
         return await self._ask(Outcome, "score", self.allowed_s(timeout), arguments)
 
     async def begin(
@@ -127,7 +127,13 @@ class EnvironmentWorker(WorkerClient):
     ) -> Begun:
         """Begin `count` rollouts of a task; `weights` replaces weights of reward parts for them."""
         await self._reach(split, index, variant, timeout)
-        arguments = {"split": split, "index": index, "count": count, **_weighted(weights), **_named(variant)}
+        arguments = {
+            "split": split,
+            "index": index,
+            "count": count,
+            **_weights_argument(weights),
+            **_variant_argument(variant),
+        }
         return await self._ask(Begun, "begin", self.allowed_s(timeout, count), arguments)
 
     async def advance(self, moves: Sequence[Sequence[Any]], *, timeout: float) -> list[Advanced]:
@@ -163,8 +169,8 @@ class EnvironmentWorker(WorkerClient):
 
     async def solve(self, rollout: int, draw: int = 0, *, timeout: float) -> str | None:
         """The next answer of the environment's own solver, draw number `draw`; None if it has none."""
-        [said] = await self._ask(list[str | None], "solve", timeout, {"asked": [[rollout, draw]]})
-        return said
+        [answer] = await self._ask(list[str | None], "solve", timeout, {"asked": [[rollout, draw]]})
+        return answer
 
     async def run(
         self,
@@ -178,7 +184,13 @@ class EnvironmentWorker(WorkerClient):
     ) -> SampledGroup:
         """Have the environment sample a task itself, once per session, beside other requests."""
         await self._reach(split, index, variant, timeout)
-        arguments = {"split": split, "index": index, "sessions": sessions, **_weighted(weights), **_named(variant)}
+        arguments = {
+            "split": split,
+            "index": index,
+            "sessions": sessions,
+            **_weights_argument(weights),
+            **_variant_argument(variant),
+        }
         return await self._ask(SampledGroup, "run", timeout, arguments, concurrent=True)
 
     async def _reach(self, split: str, index: int, variant: str, timeout: float) -> None:
@@ -197,8 +209,8 @@ class EnvironmentWorker(WorkerClient):
         Args:
             wanted: See `toprope.sdk.authoring.definitions.definition_problem`.
         """
-        asked = {"file": file, "attribute": attribute, "arguments": dict(arguments), "wanted": list(wanted)}
-        return await self._ask(UserObject, "make", timeout, asked)
+        request = {"file": file, "attribute": attribute, "arguments": dict(arguments), "wanted": list(wanted)}
+        return await self._ask(UserObject, "make", timeout, request)
 
     async def invoke(self, handle: int, method: str, calls: Sequence[Sequence[Any]], *, timeout: float) -> list[Any]:
         """Call a method of a user's object once per list of arguments; its results as JSON values."""
@@ -222,9 +234,9 @@ class EnvironmentWorker(WorkerClient):
             ) from error
 
 
-def _named(variant: str) -> dict[str, Any]:
+def _variant_argument(variant: str) -> dict[str, Any]:
     return {"variant": variant} if variant else {}
 
 
-def _weighted(weights: Mapping[str, float] | None) -> dict[str, Any]:
+def _weights_argument(weights: Mapping[str, float] | None) -> dict[str, Any]:
     return {} if weights is None else {"weights": dict(weights)}

@@ -88,16 +88,16 @@ class RestartingWorker:
             end: WorkerFailure = error
             while True:
                 now = time.monotonic()
-                before = self._allowance.used(now)
+                restarts = self._allowance.used(now)
                 # A worker that sampled a good deal may end over an odd task or a leak as often as the run lasts.
                 is_free, self._groups = self._groups >= GROUPS_PER_FREE_RESTART, 0
                 wait_s = 0.0 if is_free else self._allowance.take(now)
                 if wait_s is None:
-                    failure = _used_up(end, before, self._allowance.window_s)
+                    failure = _used_up(end, restarts, self._allowance.window_s)
                     raise self._name_error(failure) from failure.__cause__
                 reason = str(end).partition(_LAST_LINES)[0] if self.is_sealed else str(end)
                 print(f"the worker is started again: {reason}", file=sys.stderr, flush=True)
-                self._report(Renewed("worker", reason, before + (not is_free), self._allowance.limit))
+                self._report(Renewed("worker", reason, restarts + (not is_free), self._allowance.limit))
                 await self._worker.close(grace=0)
                 await asyncio.sleep(wait_s)
                 try:
@@ -135,9 +135,9 @@ class RestartingWorker:
         await self.close()
 
 
-def _used_up(end: WorkerFailure, before: int, window_s: float) -> WorkerFailure:
-    if not before:
+def _used_up(end: WorkerFailure, restarts: int, window_s: float) -> WorkerFailure:
+    if not restarts:
         return end
-    often = "once" if before == 1 else f"{before} times"
+    often = "once" if restarts == 1 else f"{restarts} times"
     text = f"The environment's worker was started again {often} within {window_s:g} s and ended once more. {end}"
     return WorkerDied(text, stderr=getattr(end, "stderr", ""))

@@ -59,11 +59,11 @@ def passed_on() -> Walls:
     return Walls.from_variables(os.environ)
 
 
-def missing_wall(built: Enclosure | None) -> str:
+def missing_wall(enclosure: Enclosure | None) -> str:
     """A warning that a program has no wall; empty if it has one, or its owner let it out."""
-    if built is None or built.level != "none":
+    if enclosure is None or enclosure.level != "none":
         return ""
     return (
-        f"No wall stands around this environment's code, because {built.lacks}: it can read and change what you can. "
-        "Use only environments that you trust here (toprope doctor)."
+        f"No wall stands around this environment's code, because {enclosure.lacks}: it can read and change what you "
+        "can. Use only environments that you trust here (toprope doctor)."
     )

@@ -73,10 +73,10 @@ class Family:
                 self._known.add(psutil.Process(pid))
         if everywhere and self._scratch:
             self._known.update(processes_with("TMPDIR", self._scratch))
-        self._known = {one for one in self._known if one.is_running()}
-        for one in list(self._known):
+        self._known = {process for process in self._known if process.is_running()}
+        for process in list(self._known):
             with contextlib.suppress(psutil.Error):
-                self._known.update(one.children(recursive=True))
+                self._known.update(process.children(recursive=True))
         return list(self._known)
 
 
@@ -140,26 +140,26 @@ async def watch_worker(worker: WorkerClient, memory_mb: int = 0, poll_s: float =
         poll_s: Seconds between two looks.
     """
     limit_mb = memory_mb or _MEMORY_SHARE * psutil.virtual_memory().total / _MB
-    named = f"environment.memory_mb ({memory_mb})" if memory_mb else f"this machine can spare ({limit_mb:.0f})"
-    built, looks = worker.enclosure, 0
+    limit_name = f"environment.memory_mb ({memory_mb})" if memory_mb else f"this machine can spare ({limit_mb:.0f})"
+    enclosure, looks = worker.enclosure, 0
     disk = (
         None
-        if built is None
-        else await asyncio.to_thread(DiskWatch, [place for place in (built.scratch, built.home) if place])
+        if enclosure is None
+        else await asyncio.to_thread(DiskWatch, [place for place in (enclosure.scratch, enclosure.home) if place])
     )
-    family = Family(worker.pid, built.group if built else None, built.scratch if built else "")
+    family = Family(worker.pid, enclosure.group if enclosure else None, enclosure.scratch if enclosure else "")
 
     def end(reason: str) -> None:
-        left = family.look()
+        processes = family.look()
         worker.kill(reason)
-        for process in left:  # those that left its process group
+        for process in processes:  # those that left its process group
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
     while worker.alive:
         used = await asyncio.to_thread(_measure, family, looks % _EVERYWHERE_EVERY == 0)
         if used.memory_mb > limit_mb:
-            end(f"The worker had {used.memory_mb:.0f} MB with what it started, more than {named}, and was ended.")
+            end(f"The worker had {used.memory_mb:.0f} MB with what it started, more than {limit_name}, and was ended.")
             return
         if used.tasks > most_tasks():
             end(

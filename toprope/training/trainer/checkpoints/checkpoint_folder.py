@@ -70,9 +70,9 @@ def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ke
         raise
     fsync(folder)
     old = checkpoints_in(folder)[: -max(keep, 1)]
-    named = _named_by_others(folder, old) if old else set()
+    needed = _named_by_others(folder, old) if old else set()
     for path in old:
-        if path not in named:
+        if path not in needed:
             shutil.rmtree(path, ignore_errors=True)
     return final
 
@@ -82,12 +82,12 @@ def _named_by_others(folder: Path, checkpoints: Sequence[Path]) -> set[Path]:
     example, for as long as they exist."""
     run = folder.absolute().parent
     texts = {path: f"/{run.name}/{folder.name}/{path.name}/".encode() for path in checkpoints}
-    found: set[Path] = set()
+    named_paths: set[Path] = set()
     for specification in run.parent.glob("*/spec.json"):
         with suppress(OSError):  # another user's, or deleted meanwhile
             content = specification.read_bytes() if specification.parent != run else b""
-            found.update(path for path, text in texts.items() if text in content)
-    return found
+            named_paths.update(path for path, text in texts.items() if text in content)
+    return named_paths
 
 
 def disk_full_errno(text: str) -> int | None:
@@ -109,8 +109,8 @@ def read_state(path: Path) -> CheckpointState:
 
 def state_of(document: Mapping[str, Any]) -> CheckpointState:
     """The numbers in the content of a state.json; fields of later versions are left out."""
-    known = CheckpointState.__dataclass_fields__
-    return CheckpointState(**{key: value for key, value in document.items() if key in known})
+    fields = CheckpointState.__dataclass_fields__
+    return CheckpointState(**{key: value for key, value in document.items() if key in fields})
 
 
 def unusable(path: Path, error: Exception | str) -> Corrupt:

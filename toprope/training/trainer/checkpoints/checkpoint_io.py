@@ -113,8 +113,8 @@ def save_part(
     weights: dict[str, torch.Tensor] = {}
     if not ranks.alone:
         adapters = hasattr(model, "peft_config")  # without the base, which is not saved
-        named = model.state_dict(keep_vars=True).items()  # so that tied weights are one object
-        weights = {key: value for key, value in named if not adapters or "lora_" in key}
+        entries = model.state_dict(keep_vars=True).items()  # so that tied weights are one object
+        weights = {key: value for key, value in entries if not adapters or "lora_" in key}
         for name, module in extra_modules.items():
             weights |= {f"{name}/{key}": value for key, value in module.state_dict().items()}
         weights = ranks.gathered(weights)
@@ -135,14 +135,14 @@ def save_part(
     except (OSError, SafetensorError) as error:
         number = error.errno if isinstance(error, OSError) else disk_full_errno(str(error))
         failed = number or errno.EIO
-    told = ranks.largest(torch.tensor([failed, not finite]))
-    if told[1]:
+    worst = ranks.largest(torch.tensor([failed, not finite]))
+    if worst[1]:
         raise TopropeError(
             "The optimizer's state is not finite, and was not saved.",
             hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; the checkpoint before it stands.",
         )
-    if told[0]:
-        raise OSError(int(told[0]), os.strerror(int(told[0])))
+    if worst[0]:
+        raise OSError(int(worst[0]), os.strerror(int(worst[0])))
     return weights, numbers
 
 
@@ -164,8 +164,8 @@ def _write(
     model.save_pretrained(aside / "model", safe_serialization=True, **options)
     tokenizer.save_pretrained(aside / "model")
     for name, module in extra_modules.items():
-        found = {key: weights.get(f"{name}/{key}", value) for key, value in module.state_dict().items()}
-        tensors = {key: value.detach().cpu().contiguous() for key, value in found.items()}
+        values = {key: weights.get(f"{name}/{key}", value) for key, value in module.state_dict().items()}
+        tensors = {key: value.detach().cpu().contiguous() for key, value in values.items()}
         save_file(tensors, aside / f"{name}.safetensors")
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -196,8 +196,8 @@ def load_weights(path: Path, model: Any) -> None:
         if hasattr(model, "peft_config"):
             from peft import load_peft_weights, set_peft_model_state_dict
 
-            loaded, own = load_peft_weights(str(folder), device="cpu"), model.state_dict()
-            loaded = {key: _like(value, own[_adapter_key(key)]) for key, value in loaded.items()}
+            loaded, model_state = load_peft_weights(str(folder), device="cpu"), model.state_dict()
+            loaded = {key: _like(value, model_state[_adapter_key(key)]) for key, value in loaded.items()}
             result: Any = set_peft_model_state_dict(model, loaded, "default")
             missing = [name for name in result.missing_keys if ".default." in name]
             if missing or result.unexpected_keys:
@@ -206,9 +206,11 @@ def load_weights(path: Path, model: Any) -> None:
         from transformers import AutoModelForCausalLM
 
         # float32 represents every other format exactly; the trained parameters keep their own.
-        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-        own = model.state_dict()
-        model.load_state_dict({key: _like(value, own.get(key)) for key, value in saved.state_dict().items()})
+        saved_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        model_state = model.state_dict()
+        model.load_state_dict(
+            {key: _like(value, model_state.get(key)) for key, value in saved_model.state_dict().items()}
+        )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise unusable(path, error) from error
 
@@ -297,8 +299,8 @@ def load_moments(
 
 
 def _load_module(file: Path, module: torch.nn.Module) -> None:
-    own = module.state_dict()
-    module.load_state_dict({key: _like(value, own.get(key)) for key, value in load_file(file).items()})
+    module_state = module.state_dict()
+    module.load_state_dict({key: _like(value, module_state.get(key)) for key, value in load_file(file).items()})
 
 
 def _like(value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:

@@ -29,12 +29,12 @@ class Moments:
             nested: The optimizer nests its state. It then has tensors of other shapes beside the moments, and other
                 optimizers cannot use them.
         """
-        found, inner = set[tuple[int, ...]](), set[tuple[int, ...]]()
+        outer_shapes, inner_shapes = set[tuple[int, ...]](), set[tuple[int, ...]]()
         for key in self._keys.get(name, ()):
-            (inner if "/" in key.partition("/")[2] else found).add(self._shape(key))
+            (inner_shapes if "/" in key.partition("/")[2] else outer_shapes).add(self._shape(key))
         if nested:
-            return shape in inner
-        return not inner and any(found) and found <= {(), shape}
+            return shape in inner_shapes
+        return not inner_shapes and any(outer_shapes) and outer_shapes <= {(), shape}
 
     def _shape(self, key: str) -> tuple[int, ...]:
         """The whole shape; () for a number."""
@@ -51,14 +51,14 @@ class Moments:
         if not first.get_shape():
             number: torch.Tensor = self._files[0].get_tensor(key)
             return number
-        found, start = [], 0
+        parts, start = [], 0
         for file in self._files:
             part = file.get_slice(key)
             size = part.get_shape()[0]
             stop = size if rows.stop is None else min(rows.stop - start, size)
-            found.append(part[max((rows.start or 0) - start, 0) : max(stop, 0)])
+            parts.append(part[max((rows.start or 0) - start, 0) : max(stop, 0)])
             start += size
-        return from_rows(torch.cat(found), like)
+        return from_rows(torch.cat(parts), like)
 
 
 @contextmanager
@@ -81,20 +81,20 @@ def read_optimizer_state(
 ) -> dict[int, dict[str, Any]]:
     """An optimizer's state by parameter index, from a checkpoint's by parameter name."""
     with open_moments(path) as moments:
-        read = {index: moments.read(name, parameter) for index, (name, parameter) in parameters.items()}
-    state: dict[int, dict[str, Any]] = {index: dict(entry) for index, entry in read.items() if entry}
+        moments_by_index = {index: moments.read(name, parameter) for index, (name, parameter) in parameters.items()}
+    state: dict[int, dict[str, Any]] = {index: dict(entry) for index, entry in moments_by_index.items() if entry}
     places = {name: index for index, (name, _) in parameters.items()}
     for key, value in numbers.items():
         name, _, field = key.partition("/")
         state.setdefault(places[name], {})[field] = value
-    return {index: _nested(entry) for index, entry in state.items()}
+    return {index: _nest(entry) for index, entry in state.items()}
 
 
 def flat_state(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """A parameter's state by KEY, or by KEY/INNER where it nests, as that of bitsandbytes does."""
     for key, value in entry.items():
         if isinstance(value, Mapping):
-            yield from ((f"{key}/{inner}", one) for inner, one in value.items())
+            yield from ((f"{key}/{inner}", inner_value) for inner, inner_value in value.items())
         else:
             yield key, value
 
@@ -104,15 +104,15 @@ def nests_state(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "non_castable_tensor_keys")
 
 
-def _nested(entry: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _nest(entry: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
     for key, value in entry.items():
         outer, _, inner = key.partition("/")
         if inner:
-            found.setdefault(outer, {})[inner] = value
+            nested.setdefault(outer, {})[inner] = value
         else:
-            found[key] = value
-    return found
+            nested[key] = value
+    return nested
 
 
 def named_parameters(

@@ -50,7 +50,7 @@ class Scores:
     def nothing(self, rows: int, columns: int) -> Scores:
         """Tables of zeros that depend on the same parameters, so that a backward pass reaches them."""
         logps, entropies = (0.0 * table.sum() for table in (self.logps, self.entropies))
-        values, aux_loss = (None if one is None else 0.0 * one.sum() for one in (self.values, self.aux_loss))
+        values, aux_loss = (None if table is None else 0.0 * table.sum() for table in (self.values, self.aux_loss))
         return Scores(
             logps.expand(rows, columns),
             entropies.expand(rows, columns),
@@ -131,9 +131,9 @@ class PolicyForward:
         if not trees:
             if not self._joint:
                 return None
-            other = self(_PROBE[:1], 3, model=model, value_head=value_head, entropy_gradient=entropy_gradient)
-            assert other is not None
-            return other.nothing(len(rows), columns)
+            probe_scores = self(_PROBE[:1], 3, model=model, value_head=value_head, entropy_gradient=entropy_gradient)
+            assert probe_scores is not None
+            return probe_scores.nothing(len(rows), columns)
         layout = lay_out(rows, trees, columns, self._pad, self.device)
         model = self._model if model is None else model
         states, logits, aux_loss = self._run(model, layout)
@@ -176,14 +176,14 @@ class PolicyForward:
             positions = layout.positions
             if positions is None:
                 positions = torch.arange(layout.ids.size(1), device=layout.ids.device).expand_as(layout.ids)
-            every = self._short.states(layout.ids, positions, layout.visible)
-            states = every.reshape(-1, every.size(-1))[layout.places]
+            all_states = self._short.states(layout.ids, positions, layout.visible)
+            states = all_states.reshape(-1, all_states.size(-1))[layout.places]
             return states, self._short.head(states) if whole else None, None
-        found: list[torch.Tensor] = []
+        chosen: list[torch.Tensor] = []
 
         def choose(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             states = arguments[0].reshape(-1, arguments[0].size(-1))[layout.places]
-            found.append(states)
+            chosen.append(states)
             return ((states if whole else states[:1]).unsqueeze(0), *arguments[1:])
 
         inputs: dict[str, Any] = {"input_ids": layout.ids, "use_cache": False}
@@ -199,7 +199,7 @@ class PolicyForward:
         finally:
             hook.remove()
         aux = output.aux_loss if self.aux_weight else None
-        return found[0], output.logits[0] if whole else None, aux
+        return chosen[0], output.logits[0] if whole else None, aux
 
     def _mask(self, model: Any, visible: torch.Tensor) -> torch.Tensor:
         if model.config._attn_implementation != "eager":
@@ -249,8 +249,8 @@ class PolicyForward:
         try:
             with torch.no_grad():
                 states, logits, _ = self._run(self._model, plain)
-                own = self._model.get_output_embeddings()(states)
-                self._plain_head = logits is not None and torch.equal(own, logits)
+                plain_logits = self._model.get_output_embeddings()(states)
+                self._plain_head = logits is not None and torch.equal(plain_logits, logits)
                 accepts = "position_ids" in inspect.signature(_base(self._model).forward).parameters
                 if not share_prompts or not accepts or self.aux_weight:
                     return

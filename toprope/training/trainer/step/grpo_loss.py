@@ -105,8 +105,8 @@ def grpo_loss(
         before = logps.detach()
         correction = sampler_weights(before, sampled, mask, section)
         note("sampling/importance_sampling_ratio/mean", correction)
-        seen = correction.masked_fill(~mask, math.nan) if correction.size(1) > 1 else correction
-        largest["sampling/importance_sampling_ratio/max"] = smallest["sampling/importance_sampling_ratio/min"] = seen
+        ratios = correction.masked_fill(~mask, math.nan) if correction.size(1) > 1 else correction
+        largest["sampling/importance_sampling_ratio/max"] = smallest["sampling/importance_sampling_ratio/min"] = ratios
     log_ratio = (logps - before) * weight
     per_sequence = section.importance_sampling_level == "sequence"
     if section.loss_type == "rloo":  # the ratio of the whole answer, without GSPO's root
@@ -148,8 +148,8 @@ def grpo_loss(
     loss = loss * weight
     if kind in ("grpo", "sapo", "rloo"):
         # The log-probabilities of segments add up to the whole answer's, so in RLOO their losses do, too.
-        each = lengths if kind == "rloo" else answers
-        total = (loss.sum(-1) / each.clamp(min=1.0)).sum() / max(size.rollouts, 1)
+        token_counts = lengths if kind == "rloo" else answers
+        total = (loss.sum(-1) / token_counts.clamp(min=1.0)).sum() / max(size.rollouts, 1)
     elif kind == "luspo":
         total = loss.sum() / max(size.rollouts, 1)
     elif kind == "dr_grpo":
@@ -230,10 +230,11 @@ class GrpoMetrics:
         for name, pair in loss.means.items():
             self._means.setdefault(name, []).append(torch.stack(pair))
         for sign, values in ((1, loss.largest), (-1, loss.smallest)):
-            for name, one in values.items():
-                lowest = one.new_full((1,), -math.inf)
-                known = torch.cat([sign * one.detach().flatten(), lowest]).nan_to_num(nan=-math.inf, neginf=-math.inf)
-                self._extremes.setdefault((name, sign), []).append(known.max())
+            for name, tensor in values.items():
+                lowest = tensor.new_full((1,), -math.inf)
+                signed = torch.cat([sign * tensor.detach().flatten(), lowest])
+                finite = signed.nan_to_num(nan=-math.inf, neginf=-math.inf)
+                self._extremes.setdefault((name, sign), []).append(finite.max())
 
     def read(self) -> dict[str, float | None]:
         """The metrics; means over all tokens of the step, or over its rows where the loss has one ratio per row."""
@@ -243,12 +244,13 @@ class GrpoMetrics:
         pairs = torch.stack([torch.stack(self._means[name]).sum(0) for name in names])
         # One transfer from the device for all of them.
         numbers = self._ranks.sum(torch.cat([torch.stack(self._losses).sum().reshape(1), pairs.flatten()])).tolist()
-        found: dict[str, float | None] = {"loss": numbers[0]}
+        metrics: dict[str, float | None] = {"loss": numbers[0]}
         for place, name in enumerate(names):
             total, count = numbers[1 + 2 * place : 3 + 2 * place]
-            found[name] = total / count if count else 0.0
+            metrics[name] = total / count if count else 0.0
         if self._extremes:
-            most = self._ranks.largest(torch.stack([torch.stack(one).max() for one in self._extremes.values()]))
-            pairs_of = zip(self._extremes, most.tolist(), strict=True)
-            found |= {name: sign * value for (name, sign), value in pairs_of if math.isfinite(value)}
-        return found
+            local = torch.stack([torch.stack(maxima).max() for maxima in self._extremes.values()])
+            extremes = self._ranks.largest(local)
+            named_extremes = zip(self._extremes, extremes.tolist(), strict=True)
+            metrics |= {name: sign * value for (name, sign), value in named_extremes if math.isfinite(value)}
+        return metrics

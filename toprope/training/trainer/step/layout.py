@@ -122,8 +122,8 @@ def lay_out(
         for member, path in tree.paths.items():
             row = rows[member]
             scored = zip(path, row.completion, row.trained, strict=True)
-            for cell, (place, token, kept) in enumerate(scored, member * columns):
-                if kept:
+            for cell, (place, token, is_trained) in enumerate(scored, member * columns):
+                if is_trained:
                     choice.append(places.setdefault(line * width + place, len(places)))
                     targets.append(token)
                     cells.append(cell)
@@ -159,10 +159,13 @@ def _visible(trees: Sequence[Tree], width: int) -> torch.Tensor:
     """
     size, rows = -(-width // 8), []
     for tree in trees:
-        seen: list[int] = []
+        visible: list[int] = []
         for place, parent in enumerate(tree.parents):
-            seen.append((0 if parent < 0 else seen[parent]) | 1 << place)
-        rows += [one.to_bytes(size, "little") for one in (*seen, *(1 << place for place in range(len(tree), width)))]
+            visible.append((0 if parent < 0 else visible[parent]) | 1 << place)
+        rows += [
+            row_bits.to_bytes(size, "little")
+            for row_bits in (*visible, *(1 << place for place in range(len(tree), width)))
+        ]
     packed = numpy.frombuffer(b"".join(rows), numpy.uint8).reshape(-1, size)
     bits = numpy.unpackbits(packed, axis=1, count=width, bitorder="little")
     return torch.from_numpy(bits).view(torch.bool).view(len(trees), 1, width, width)

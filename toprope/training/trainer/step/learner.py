@@ -120,7 +120,7 @@ class StepLearner(ABC):
     def train(self) -> None:
         """See `Learner`."""
         for step in range(self.first_step + 1, self._config.budget.steps + 1):
-            asked = time.perf_counter()
+            began = time.perf_counter()
             delivered = self._hooks.next_batch()
             self._timer.start_preparing()
             batch = self._collate(delivered)
@@ -131,7 +131,7 @@ class StepLearner(ABC):
             metrics = self._update(step, batch, prepared)
             metrics["learning_rate"] = self._optimizer.param_groups[0]["lr"]
             self._scheduler.step()
-            metrics["step_time"] = time.perf_counter() - asked
+            metrics["step_time"] = time.perf_counter() - began
             waited = delivered.metrics.get("wait_seconds", 0.0)
             metrics |= {**self._drift.take(self._ranks), **self._timer.take(metrics, waited), **delivered.metrics}
             metrics |= self._utilization(metrics)
@@ -143,8 +143,8 @@ class StepLearner(ABC):
     def _utilization(self, metrics: Mapping[str, float | None]) -> dict[str, float]:
         """Shares of the time in which trainer and sampler work."""
         step, waited, sampler = metrics["time/step"] or 0.0, metrics["time/wait"] or 0.0, self._hooks.sampler_share()
-        found = {"utilization/trainer": 1 - waited / step} if step else {}
-        return found if sampler is None else found | {"utilization/sampler": sampler}
+        shares = {"utilization/trainer": 1 - waited / step} if step else {}
+        return shares if sampler is None else shares | {"utilization/sampler": sampler}
 
     @abstractmethod
     def _prepare(self, batch: StepBatch) -> Any:
@@ -194,24 +194,24 @@ class StepLearner(ABC):
 
     def _logps(self, batch: StepBatch, rows: Sequence[int], model: Any) -> torch.Tensor:
         """R x C log-probabilities of some rows, without a gradient; 0 in the others and in those of other ranks."""
-        found = torch.zeros_like(batch.tensors.sampled)
+        logps = torch.zeros_like(batch.tensors.sampled)
         self._model.eval()
         with torch.no_grad():
             for numbers in self._shares(rows):
                 part = batch.part(numbers)
                 scores = self._forward(part.rows, part.tensors.columns, model=model)
                 if scores is not None:
-                    found[numbers] = scores.logps
+                    logps[numbers] = scores.logps
                 self._hooks.beat()
-        return found
+        return logps
 
     def _take_optimizer_step(self) -> torch.Tensor:
         """Clips and applies the gradients; returns their norm before."""
-        most = self._config.optimizer.max_grad_norm
+        max_norm = self._config.optimizer.max_grad_norm
         if self._ranks.alone:  # one call for all tensors, which accelerate makes on GPUs alone
-            norm = nn.utils.clip_grad_norm_(self._trained, most, foreach=True)
+            norm = nn.utils.clip_grad_norm_(self._trained, max_norm, foreach=True)
         else:
-            norm = self._accelerator.clip_grad_norm_(self._trained, most)
+            norm = self._accelerator.clip_grad_norm_(self._trained, max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return whole(norm).detach()
@@ -223,15 +223,15 @@ def mixed_precision(config: Config, device: str) -> str:
     Raises:
         InvalidValue: `optimizer.precision` asks for bfloat16 on a CPU that would emulate it.
     """
-    wanted = config.optimizer.precision
-    if wanted == "auto":
+    precision = config.optimizer.precision
+    if precision == "auto":
         return "bf16" if device == "cuda" else "no"
-    if wanted == "bfloat16" and device == "cpu" and not cpu_computes_bfloat16():
+    if precision == "bfloat16" and device == "cpu" and not cpu_computes_bfloat16():
         raise InvalidValue(
             "optimizer.precision is bfloat16, and this CPU has neither AMX nor AVX512-BF16: passes would be slower.",
             hint="Set optimizer.precision to auto or float32.",
         )
-    return "bf16" if wanted == "bfloat16" else "no"
+    return "bf16" if precision == "bfloat16" else "no"
 
 
 def cpu_computes_bfloat16() -> bool:

@@ -60,10 +60,10 @@ def rollout_tokens(mask: torch.Tensor, rollouts: list[int]) -> torch.Tensor:
         Rollouts without a token are left out.
     """
     columns = mask.size(1)
-    found: dict[int, list[torch.Tensor]] = {}
+    parts_by_rollout: dict[int, list[torch.Tensor]] = {}
     for row, rollout in enumerate(rollouts):
-        found.setdefault(rollout, []).append(mask[row].nonzero().squeeze(1) + row * columns)
-    joined = [torch.cat(parts) for parts in found.values()]
+        parts_by_rollout.setdefault(rollout, []).append(mask[row].nonzero().squeeze(1) + row * columns)
+    joined = [torch.cat(parts) for parts in parts_by_rollout.values()]
     joined = [positions for positions in joined if len(positions)]
     if not joined:
         return torch.full((0, 0), -1, dtype=torch.long, device=mask.device)
@@ -87,10 +87,10 @@ def generalized_advantages(
     advantages = torch.zeros_like(values)
     following = next_value = values.new_zeros(values.size(0))
     for step in range(values.size(1) - 1, -1, -1):
-        here = alive[:, step].to(values.dtype)
+        exists = alive[:, step].to(values.dtype)
         delta = rewards[:, step] + gamma * next_value - values[:, step]
-        following = (delta + gamma * lam * following) * here
-        next_value = values[:, step] * here
+        following = (delta + gamma * lam * following) * exists
+        next_value = values[:, step] * exists
         advantages[:, step] = following
     return advantages
 
@@ -137,19 +137,24 @@ def compute_targets(
         last = positions.gather(1, (alive.sum(1, keepdim=True) - 1)).squeeze(1)
         by_row = torch.tensor(scores, dtype=values.dtype, device=values.device)
         flat_rewards[last] += by_row[last // mask.size(1)]
-    kept = positions.clamp(min=0)
-    found = generalized_advantages(
-        flat_rewards[kept] * alive, values.flatten()[kept] * alive, alive, section.gamma, section.gae_lambda
+    places = positions.clamp(min=0)
+    estimates = generalized_advantages(
+        flat_rewards[places] * alive,
+        values.flatten()[places] * alive,
+        alive,
+        section.gamma,
+        section.gae_lambda,
     )
     flat = zero.flatten()
-    flat[positions[alive]] = found[alive]
+    flat[positions[alive]] = estimates[alive]
     advantages = flat.view_as(values)
     returns = torch.where(mask, advantages + values, zero)
     if section.whiten_advantages:
         advantages = whiten(advantages, mask)
-    for row, own in given.items():
-        replaced = torch.tensor(own, dtype=values.dtype, device=values.device)
-        advantages[row, : len(own)] = torch.where(mask[row, : len(own)], replaced, zero[row, : len(own)])
+    for row, row_advantages in given.items():
+        length = len(row_advantages)
+        replaced = torch.tensor(row_advantages, dtype=values.dtype, device=values.device)
+        advantages[row, :length] = torch.where(mask[row, :length], replaced, zero[row, :length])
     return Targets(advantages, returns, torch.where(mask, values, zero))
 
 
@@ -176,14 +181,15 @@ def step_loss(
     zero, weight = torch.zeros_like(logprobs), 1.0 / max(tokens, 1.0)
     ratio = torch.exp(torch.where(mask, logprobs - sampled, zero))
     clip = section.clip_range
-    free, held = ratio * targets.advantages, ratio.clamp(1 - clip, 1 + clip) * targets.advantages
-    policy = torch.where(mask, -torch.min(free, held), zero).sum()
+    unclipped, clipped = ratio * targets.advantages, ratio.clamp(1 - clip, 1 + clip) * targets.advantages
+    policy = torch.where(mask, -torch.min(unclipped, clipped), zero).sum()
     error = (values - targets.returns) ** 2
     value_clipped = torch.zeros_like(mask)
     if section.value_clip_range > 0:
-        near = targets.values + (values - targets.values).clamp(-section.value_clip_range, section.value_clip_range)
-        held_error = (near - targets.returns) ** 2
-        value_clipped, error = mask & (held_error > error), torch.max(error, held_error)
+        change = (values - targets.values).clamp(-section.value_clip_range, section.value_clip_range)
+        clipped_values = targets.values + change
+        clipped_error = (clipped_values - targets.returns) ** 2
+        value_clipped, error = mask & (clipped_error > error), torch.max(error, clipped_error)
     value = 0.5 * torch.where(mask, error, zero).sum()
     entropy = torch.where(mask, entropies, zero).sum()
     total = weight * (policy + section.value_coef * value - section.entropy_coef * entropy)

@@ -36,7 +36,7 @@ class PrefetchingSource:
         # What it leaves out for the next step is no news, and no sign of life, while the present one is trained.
         source.tell = lambda skipping: tell(skipping) if self._awaited else None
         self._ahead: Future[GroupBatch] | None = None
-        self._asked: SimpleQueue[tuple[int, Future[GroupBatch]]] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[int, Future[GroupBatch]]] = SimpleQueue()
         threading.Thread(target=self._work, name="prefetch", daemon=True).start()
         self.cursor, self.rollouts, self.dropped = source.cursor, source.rollouts, dict(source.dropped)
         """Position, rollouts and dropped groups after the last batch that was handed out."""
@@ -63,14 +63,14 @@ class PrefetchingSource:
         return batch
 
     def _fetch(self, version: int) -> Future[GroupBatch]:
-        found: Future[GroupBatch] = Future()
-        self._asked.put((version, found))
-        return found
+        future: Future[GroupBatch] = Future()
+        self._requests.put((version, future))
+        return future
 
     def _work(self) -> None:
         while True:
-            version, found = self._asked.get()
+            version, future = self._requests.get()
             try:
-                found.set_result(self._source.next(version))
+                future.set_result(self._source.next(version))
             except BaseException as error:  # it belongs to the thread that waits for the batch
-                found.set_exception(error)
+                future.set_exception(error)

@@ -29,15 +29,15 @@ class SamplerMeter:
 
     def __init__(self, find: Callable[[], str | None], secret: str) -> None:
         self._find, self._secret = find, secret
-        self._seen: deque[tuple[float, float]] = deque()
+        self._readings: deque[tuple[float, float]] = deque()
         threading.Thread(target=self._watch, name="sampler meter", daemon=True).start()
 
     def share(self) -> float | None:
         """Share of the last 15 seconds; None if it is unknown."""
-        seen = list(self._seen)
-        if len(seen) < 2 or seen[-1][0] < time.monotonic() - _OVER_S:
+        readings = list(self._readings)
+        if len(readings) < 2 or readings[-1][0] < time.monotonic() - _OVER_S:
             return None
-        return min(1.0, (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0]))
+        return min(1.0, (readings[-1][1] - readings[0][1]) / (readings[-1][0] - readings[0][0]))
 
     def _watch(self) -> None:
         while True:
@@ -50,11 +50,11 @@ class SamplerMeter:
             except (OSError, http.client.HTTPException, ValueError, KeyError):
                 continue  # it restarts, or is an engine that does not count
             now = time.monotonic()
-            if self._seen and busy_s < self._seen[-1][1]:
-                self._seen.clear()  # it has restarted
-            self._seen.append((now, busy_s))
-            while self._seen[0][0] < now - _OVER_S:
-                self._seen.popleft()
+            if self._readings and busy_s < self._readings[-1][1]:
+                self._readings.clear()  # it has restarted
+            self._readings.append((now, busy_s))
+            while self._readings[0][0] < now - _OVER_S:
+                self._readings.popleft()
 
     def _ask(self, url: str) -> float:
         parts = urlsplit(url)
