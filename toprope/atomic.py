@@ -97,8 +97,8 @@ def open_plain(path: Path, *, links: bool = True) -> BinaryIO:
     Raises:
         OSError: It cannot be opened, is not a regular file, or is a link.
     """
-    more = os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | more))  # noqa: SIM115
+    extra_flags = os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | extra_flags))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError("it is not a regular file")

@@ -34,11 +34,11 @@ _TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-leng
 def most_connections() -> int:
     """Raise the soft limit of descriptors as far as the hard one and 16,384 allow; return how many connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
         except (OSError, ValueError):
             pass
     if soft == resource.RLIM_INFINITY:
@@ -54,8 +54,8 @@ def admit(scope: MutableMapping[str, Any]) -> None:
 
 def listen_long(sockets: Iterable[socket.socket]) -> None:
     """Let many connections wait in the kernel although few are accepted at once. Call it once the server is up."""
-    for one in sockets:
-        one.listen(_QUEUED)
+    for listener in sockets:
+        listener.listen(_QUEUED)
 
 
 def bounded(protocol: type[Any], most: int, *, head_s: float = HEAD_S, body_s: float = BODY_S) -> type[Any]:
@@ -74,7 +74,7 @@ def bounded(protocol: type[Any], most: int, *, head_s: float = HEAD_S, body_s: f
     class Bounded(protocol):  # type: ignore[misc]
         _phase = ""
         _deadline: asyncio.TimerHandle | None = None
-        _known = False
+        _admitted = False
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -93,9 +93,9 @@ def bounded(protocol: type[Any], most: int, *, head_s: float = HEAD_S, body_s: f
             self._follow()
 
         def on_response_complete(self) -> None:
-            known = self.cycle.scope.get("state", {}).get(_ADMITTED, False)
+            admitted = self.cycle.scope.get("state", {}).get(_ADMITTED, False)
             super().on_response_complete()
-            self._known = self._known or known
+            self._admitted = self._admitted or admitted
             if self.cycle.response_complete:
                 self._enter("idle")  # uvicorn closes it after timeout_keep_alive
             else:
@@ -120,7 +120,7 @@ def bounded(protocol: type[Any], most: int, *, head_s: float = HEAD_S, body_s: f
                 self._deadline.cancel()
                 self._deadline = None
             if phase in ("head", "idle"):
-                (acquaintances if self._known else strangers)[self] = None
+                (acquaintances if self._admitted else strangers)[self] = None
             if phase in ("head", "body"):
                 self._deadline = self.loop.call_later(head_s if phase == "head" else body_s, self._too_late)
 

@@ -37,9 +37,9 @@ def boot_id() -> str:
 
 def is_shutting_down() -> bool:
     """Return True if systemd ends the system's processes, as before a restart; False where it is not the init."""
-    asked = ["systemctl", "is-system-running"]
+    command = ["systemctl", "is-system-running"]
     try:
-        printed = subprocess.run(asked, capture_output=True, text=True, timeout=_SYSTEMD_S).stdout
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=_SYSTEMD_S).stdout
     except (OSError, ValueError, subprocess.SubprocessError):
         return False
     return printed.strip() == "stopping"
@@ -136,8 +136,8 @@ def cpu_and_memory(pid: int | None = None) -> tuple[float, int]:
     except (psutil.Error, OSError):
         below = []
     if pid is None:
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-            used = resource.getrusage(who)
+        for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+            used = resource.getrusage(scope)
             seconds += used.ru_utime + used.ru_stime
     for process in below:
         try:
@@ -169,6 +169,6 @@ def show_arguments(words: Sequence[str]) -> None:
     start, end = int(fields[45]), int(fields[46])
     if end - start < 2:
         return
-    shown = b"\0".join(map(os.fsencode, words))[: end - start - 1]
+    data = b"\0".join(map(os.fsencode, words))[: end - start - 1]
     ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, shown, len(shown))
+    ctypes.memmove(start, data, len(data))

@@ -39,9 +39,9 @@ def split(message: str, tools: Collection[str]) -> list[str | Step]:
     parts: list[str | Step] = []
     names = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, tools))})(?![\w/-]|\.\w)")
     place = 0
-    while (found := names.search(message, place)) is not None:
-        end, arguments = _arguments(message, found.end())
-        parts += [message[place : found.start()], Step(found[1], arguments, message[found.start() : end])]
+    while (match := names.search(message, place)) is not None:
+        end, arguments = _arguments(message, match.end())
+        parts += [message[place : match.start()], Step(match[1], arguments, message[match.start() : end])]
         place = end
     parts.append(message[place:])
     return [part for part in parts if part]
@@ -59,7 +59,7 @@ def _arguments(message: str, start: int) -> tuple[int, dict[str, Any]]:
             end = message.find(")", end + 1)
             continue
         if isinstance(tree, ast.Call) and not tree.args:
-            return end + 1, {one.arg: _value(one.value) for one in tree.keywords if one.arg}
+            return end + 1, {keyword.arg: _value(keyword.value) for keyword in tree.keywords if keyword.arg}
         return end + 1, {}
     return start, {}
 

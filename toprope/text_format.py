@@ -22,10 +22,10 @@ _ID_ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 """Letters and digits without those that look alike."""
 
 
-def cut(given: Any, limit: int) -> Any:
+def cut(content: Any, limit: int) -> Any:
     """Return the value, or its truncated JSON if that is longer than `limit` characters."""
-    text = json.dumps(given, ensure_ascii=False, default=str)
-    return given if len(text) <= limit else f"{clip(text, limit)} [cut; {len(text)} characters]"
+    text = json.dumps(content, ensure_ascii=False, default=str)
+    return content if len(text) <= limit else f"{clip(text, limit)} [cut; {len(text)} characters]"
 
 
 def short_json(value: Any) -> str:
@@ -68,7 +68,7 @@ def hide_keys(text: str) -> str:
     Cut the text afterwards, and remove invisible characters before: half of a key has no such form.
     """
     text = _NAMED_KEY.sub(rf"\1{_HIDDEN}", _IN_ADDRESS.sub("://", text))
-    return _KEY.sub(lambda found: f"{found[1] or ''}{_HIDDEN}", text)
+    return _KEY.sub(lambda match: f"{match[1] or ''}{_HIDDEN}", text)
 
 
 def said(message: Mapping[str, Any]) -> str:
@@ -77,8 +77,8 @@ def said(message: Mapping[str, Any]) -> str:
     if isinstance(content, list):
         content = " ".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     parts = [str(content)] if content else []
-    for one in message.get("tool_calls") or ():
-        called = one.get("function", one) if isinstance(one, Mapping) else {}
+    for tool_call in message.get("tool_calls") or ():
+        called = tool_call.get("function", tool_call) if isinstance(tool_call, Mapping) else {}
         arguments = called.get("arguments", "")
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False, default=str)
@@ -125,17 +125,17 @@ def plural(count: int, noun: str, several: str | None = None) -> str:
     return f"{count} {noun if count == 1 else several or f'{noun}s'}"
 
 
-def value(given: Any) -> str:
+def value(setting: Any) -> str:
     """Format a configuration value the way a caller would send it."""
-    if given is None:
+    if setting is None:
         return "null"
-    if isinstance(given, bool):
-        return "true" if given else "false"
-    if isinstance(given, str):
-        return clip(given, 80) if given else '""'
-    if isinstance(given, float):
-        return f"{given:g}"
-    return clip(str(given), 120)
+    if isinstance(setting, bool):
+        return "true" if setting else "false"
+    if isinstance(setting, str):
+        return clip(setting, 80) if setting else '""'
+    if isinstance(setting, float):
+        return f"{setting:g}"
+    return clip(str(setting), 120)
 
 
 def duration(seconds: float) -> str:
@@ -172,13 +172,13 @@ def moment(at: float) -> str:
 
 def call(tool: str, **arguments: Any) -> str:
     """Format a tool call the way an answer proposes it: check_status(run_ids=["x"], wait_s=45)."""
-    shown = ", ".join(f"{name}={_literal(argument)}" for name, argument in arguments.items())
-    return f"{tool}({shown})"
+    pairs = ", ".join(f"{name}={_literal(argument)}" for name, argument in arguments.items())
+    return f"{tool}({pairs})"
 
 
 def _literal(argument: Any) -> str:
     if isinstance(argument, list):
-        return "[" + ", ".join(_literal(one) for one in argument) + "]"
+        return "[" + ", ".join(_literal(element) for element in argument) + "]"
     if isinstance(argument, dict):
         return json.dumps(argument, ensure_ascii=False, default=str)
     return f'"{argument}"' if isinstance(argument, str) else value(argument)

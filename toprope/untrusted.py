@@ -51,5 +51,5 @@ def cleaned(text: str, limit: int, *, lines: bool = False) -> str:
     """
     if not lines:
         return clip(text, limit)
-    whole = "\n".join(_line(line, limit) for line in text.splitlines())
-    return whole if len(whole) <= limit else whole[: limit - 1] + "…"
+    joined = "\n".join(_line(line, limit) for line in text.splitlines())
+    return joined if len(joined) <= limit else joined[: limit - 1] + "…"

@@ -62,8 +62,8 @@ def _allowed(surroundings: Mapping[str, str]) -> dict[str, str]:
 
 def engine_variables(surroundings: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for programs of an engine, which may show them to others or send them in clear."""
-    named = {name: value for name, value in surroundings.items() if name.startswith(_ENGINES)}
-    return _allowed(surroundings) | named
+    engines = {name: value for name, value in surroundings.items() if name.startswith(_ENGINES)}
+    return _allowed(surroundings) | engines
 
 
 def _is_for(name: str, component: str, specification: Specification) -> bool:
@@ -99,8 +99,8 @@ def keeper_variables(owners: OwnerVariables, surroundings: Mapping[str, str] | N
 def far_keeper_variables(owners: OwnerVariables) -> dict[str, str]:
     """Return the variables of a keeper on another node, without those that describe this machine (paths of programs
     and libraries, GPUs, temporary folders); the node has its own."""
-    kept = {name: value for name, value in os.environ.items() if name in _USERS or name.startswith(_FAR)}
-    return keeper_variables(owners, kept)
+    carried = {name: value for name, value in os.environ.items() if name in _USERS or name.startswith(_FAR)}
+    return keeper_variables(owners, carried)
 
 
 def take_keys(variables: dict[str, str]) -> dict[str, str]:
@@ -114,8 +114,8 @@ def worker_variables(owners: OwnerVariables, component: str = "environment") -> 
     """Return the owner's variables for a component, by default for user code: those for all components, except keys
     that another component uses, and those named for it."""
     common = owners.get(ALL_COMPONENTS, {})
-    own = (name for name in common if _USERS.get(name, component) == component and name not in _OF_SERVICE)
-    return {name: common[name] for name in own} | dict(owners.get(component, {}))
+    names = (name for name in common if _USERS.get(name, component) == component and name not in _OF_SERVICE)
+    return {name: common[name] for name in names} | dict(owners.get(component, {}))
 
 
 def hub_variables(owners: OwnerVariables) -> dict[str, str]:
@@ -131,8 +131,8 @@ def secret_values(*variables: Mapping[str, str]) -> list[str]:
     """
     return [
         value
-        for given in variables
-        for name, value in given.items()
+        for group in variables
+        for name, value in group.items()
         if len(value) >= _SHORTEST_SECRET and any(word in name.upper() for word in _SECRET_WORDS)
     ]
 
@@ -143,7 +143,7 @@ def decode_owner_variables(surroundings: Mapping[str, str]) -> dict[str, dict[st
     return decoded
 
 
-def _of_configuration(config: Config) -> dict[str, str]:
+def _configuration_variables(config: Config) -> dict[str, str]:
     threads = dict.fromkeys(
         (f"{library}_NUM_THREADS" for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")), str(config.launcher.threads)
     )
@@ -159,7 +159,7 @@ def library_variables(config: Config, owners: OwnerVariables) -> dict[str, str]:
     """Return the `library_part` of a trainer's variables, without keys. Inference has the same, unless the owner's
     settings name variables for one of them."""
     variables = _allowed(os.environ) | worker_variables({ALL_COMPONENTS: owners.get(ALL_COMPONENTS, {})}, "trainer")
-    variables |= _of_configuration(config) | dict(owners.get("trainer", {}))
+    variables |= _configuration_variables(config) | dict(owners.get("trainer", {}))
     take_keys(variables)
     return {name: value for name, value in library_part(variables).items() if name not in _OF_SERVICE}
 
@@ -206,7 +206,7 @@ def component_variables(
     for name, value in (keys | dict(owners.get(ALL_COMPONENTS, {}))).items():
         if _is_for(name, component, specification):
             variables[name] = value
-    variables |= _of_configuration(specification.config)
+    variables |= _configuration_variables(specification.config)
     temporary = RunFolder(folder).temporary
     if temporary is not None:
         # Files that killed programs leave there are removed with the run.
@@ -221,10 +221,10 @@ def component_variables(
         variables |= {name: value for name, value in owners.get("trainer", {}).items() if name.startswith("WANDB_")}
     variables |= owners.get(component, {})
     for name in _OF_SERVICE:  # named for the trainer; only a run at a service gets them, in the members that ask it
-        given = owners.get("trainer", {}).get(name) or owners.get(ALL_COMPONENTS, {}).get(name)
+        setting = owners.get("trainer", {}).get(name) or owners.get(ALL_COMPONENTS, {}).get(name)
         variables.pop(name, None)
-        if given and specification.config.is_hosted and component in ("trainer", "inference"):
-            variables[name] = given
+        if setting and specification.config.is_hosted and component in ("trainer", "inference"):
+            variables[name] = setting
     return variables | {
         messages.ENV_FOLDER: str(folder),
         messages.ENV_COMPONENT: member,

@@ -51,7 +51,7 @@ ADOPTS = sys.platform.startswith("linux")
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CAUGHT = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_NAMES = {int(one): one.name for one in signal.Signals}
+_NAMES = {int(number): number.name for number in signal.Signals}
 _RESET = (*_CAUGHT, signal.SIGPIPE, signal.SIGXFSZ)
 _OPTIONS = ("--control", "--report", "--hold", "--proc", "--log", "--log-bytes", "--log-keep", "--grace", "--detached")
 _CHUNK = 1 << 16
@@ -72,12 +72,12 @@ def become_subreaper() -> bool:
 def children_by_parent() -> dict[int, list[int]]:
     """Return the process ids of the whole machine by the id of their parent; empty if the system does not show them."""
     if not sys.platform.startswith("linux"):
-        return _listed_by_ps()
-    found: dict[int, list[int]] = {}
+        return _list_by_ps()
+    children: dict[int, list[int]] = {}
     try:
         names = os.listdir("/proc")
     except OSError:
-        return found
+        return children
     for name in names:
         if name.isdigit():
             try:
@@ -86,32 +86,32 @@ def children_by_parent() -> dict[int, list[int]]:
                     parent = int(file.read().rpartition(b")")[2].split()[1])
             except (OSError, IndexError, ValueError):
                 continue
-            found.setdefault(parent, []).append(int(name))
-    return found
+            children.setdefault(parent, []).append(int(name))
+    return children
 
 
-def _listed_by_ps() -> dict[int, list[int]]:
+def _list_by_ps() -> dict[int, list[int]]:
     """Ask ps, which every POSIX system has; slower than /proc."""
     import subprocess
 
-    found: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     try:
         ps = subprocess.Popen(_PS, stdout=subprocess.PIPE)
         listed = ps.communicate(timeout=_PS_S)[0]
     except (OSError, subprocess.SubprocessError):
-        return found
+        return children
     for pid, parent in (map(int, line.split()) for line in listed.splitlines()):
         if pid != ps.pid:
-            found.setdefault(parent, []).append(pid)
-    return found
+            children.setdefault(parent, []).append(pid)
+    return children
 
 
 def descendants(roots: list[int], tree: dict[int, list[int]]) -> list[int]:
     """Return `roots` and everything below them in `tree`, parents first."""
-    found = list(roots)
-    for pid in found:
-        found.extend(tree.get(pid, ()))
-    return found
+    pids = list(roots)
+    for pid in pids:
+        pids.extend(tree.get(pid, ()))
+    return pids
 
 
 def kill(pids: list[int]) -> None:
@@ -420,21 +420,21 @@ def main(arguments: list[str], program: Callable[[], None] | None = None) -> int
         program: Run in the forked component in place of its argv; it does not return.
     """
     options: dict[str, str] = {}
-    rest = list(arguments)
-    while rest and rest[0] != "--":
-        name = rest.pop(0)
-        if name not in _OPTIONS or not rest:
+    words = list(arguments)
+    while words and words[0] != "--":
+        name = words.pop(0)
+        if name not in _OPTIONS or not words:
             sys.stderr.write(f"guard: {name!r} is not an option, or has no value\n")
             return 2
-        options[name] = rest.pop(0)
-    if "--control" not in options or len(rest) < 2:
+        options[name] = words.pop(0)
+    if "--control" not in options or len(words) < 2:
         sys.stderr.write("usage: guard.py --control FD [options] --grace SECONDS -- program [argument ...]\n")
         return 2
     log = None
     if "--log" in options:
         log = Log(options["--log"], int(options.get("--log-bytes", 1 << 20)), int(options.get("--log-keep", 2)))
     return Guard(
-        rest[1:],
+        words[1:],
         control=int(options["--control"]),
         report=int(options.get("--report", -1)),
         hold=int(options.get("--hold", -1)),

@@ -48,10 +48,10 @@ class RunLock:
         """
         os.set_inheritable(descriptor, False)
         try:
-            same = os.path.samestat(os.fstat(descriptor), os.stat(path))
+            is_same_file = os.path.samestat(os.fstat(descriptor), os.stat(path))
         except OSError:
             return None
-        return cls(descriptor) if same and locked(descriptor, fcntl.LOCK_EX) else None
+        return cls(descriptor) if is_same_file and locked(descriptor, fcntl.LOCK_EX) else None
 
     def fileno(self) -> int:
         return self._descriptor

@@ -49,18 +49,18 @@ def tell_end(folder: RunFolder, home: Home) -> bool:
         return False
     if specification.member is not None or status.run_kind.name == "ask" or not status.ended:
         return False
-    what = f"{status.run_id} ({status.kind} on {named(status.environment)})"
+    title = f"{status.run_id} ({status.kind} on {named(status.environment)})"
     if status.failure is not None or status.state in ("failed", "lost"):
         reason = f": {status.reason}" if status.state == "lost" else ""
         if status.failure is not None:
             reason = f": {status.failure.component}: {marked(status.failure.reason, 200)}"
-        return tell(home, "failure", f"{what} {status.state}{reason}", run_id=status.run_id, state=status.state)
-    found = headline(status)
-    text = f"{what} {status.state}{'' if found is None else f': {found}'}"
+        return tell(home, "failure", f"{title} {status.state}{reason}", run_id=status.run_id, state=status.state)
+    result = headline(status)
+    text = f"{title} {status.state}{'' if result is None else f': {result}'}"
     return tell(home, "end", text, run_id=status.run_id, state=status.state)
 
 
-def tell(home: Home, occasion: Occasion, text: str, **more: Any) -> bool:
+def tell(home: Home, occasion: Occasion, text: str, **fields: Any) -> bool:
     """Tell the owner in the background; return whether somebody is being told.
 
     Args:
@@ -69,7 +69,7 @@ def tell(home: Home, occasion: Occasion, text: str, **more: Any) -> bool:
     try:
         if not home.settings().notify.wants(occasion):
             return False
-        notice = {"version": VERSION, "occasion": occasion, "text": text, "at": round(time.time(), 1), **more}
+        notice = {"version": VERSION, "occasion": occasion, "text": text, "at": round(time.time(), 1), **fields}
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "toprope.supervisor.notices"],
             stdin=subprocess.PIPE,

@@ -101,7 +101,7 @@ class Conductor:
             self._enter("evaluating")
             await self._measure_generation(generation, strategy)
             self._enter("selecting")
-            scores = [standing.scores[one.id].score for one in generation.candidates]
+            scores = [standing.scores[candidate.id].score for candidate in generation.candidates]
             ids = await self._await_unless_stopped(strategy.select(generation.candidates, scores))
             self._log.append(Survivors(epoch=epoch, ids=ids))
         # A resumed conductor repeats the reports of former epochs with the numbers of that time.
@@ -125,56 +125,60 @@ class Conductor:
             answer = await self._await_unless_stopped(strategy.start())
         else:
             self._enter("mutating")
-            survivors = [standing.candidates[one] for one in standing.survivors[epoch - 1]]
+            survivors = [standing.candidates[candidate_id] for candidate_id in standing.survivors[epoch - 1]]
             history = [
                 {
-                    **standing.candidates[one].model_dump(),
+                    **standing.candidates[candidate_id].model_dump(),
                     "score": scored.score,
-                    "epoch": standing.born[one],
+                    "epoch": standing.born[candidate_id],
                     "measured": scored.measured.model_dump(),
                 }
-                for one, scored in standing.scores.items()
+                for candidate_id, scored in standing.scores.items()
             ]
             answer = await self._await_unless_stopped(strategy.advance(epoch, survivors, history))
         room = self._plan.runs - 1 - len(standing.candidates)
-        found = strategy.candidates(answer, standing.candidates, room)
-        kept = self._fit_steps(found)
-        if len(kept) < len(answer):
-            self._warn(f"{len(answer) - len(kept)} candidates of epoch {epoch} exceed the plan and are left out")
-        if not kept:
+        candidates = strategy.candidates(answer, standing.candidates, room)
+        planned = self._fit_steps(candidates)
+        if len(planned) < len(answer):
+            self._warn(f"{len(answer) - len(planned)} candidates of epoch {epoch} exceed the plan and are left out")
+        if not planned:
             raise ComponentFailed(f"The strategy has no candidates for epoch {epoch} that the plan has room for.")
-        self._log.append(Generation(epoch=epoch, candidates=kept))
+        self._log.append(Generation(epoch=epoch, candidates=planned))
 
-    def _fit_steps(self, found: list[Candidate]) -> list[Candidate]:
+    def _fit_steps(self, candidates: list[Candidate]) -> list[Candidate]:
         """Leave out candidates beyond the planned number of steps, which was confirmed when the sweep started."""
         if self._plan.evaluate != "train":
-            return found
+            return candidates
         standing = self._log.standing
-        left = self._plan.total_steps - sum(one.steps for one in standing.candidates.values())
-        kept = []
-        for one in found:
-            if one.id not in standing.candidates:
-                if one.steps > left:
+        steps_left = self._plan.total_steps - sum(candidate.steps for candidate in standing.candidates.values())
+        planned = []
+        for candidate in candidates:
+            if candidate.id not in standing.candidates:
+                if candidate.steps > steps_left:
                     continue
-                left -= one.steps
-            kept.append(one)
-        return kept
+                steps_left -= candidate.steps
+            planned.append(candidate)
+        return planned
 
     # Measuring
 
     async def _measure_generation(self, generation: Generation, strategy: StrategyRunner) -> None:
         """Measure every candidate without a score, as many at a time as the machine has room for."""
         standing = self._log.standing
-        waiting = [one for one in generation.candidates if one.id not in standing.scores]
+        waiting = [candidate for candidate in generation.candidates if candidate.id not in standing.scores]
         # Candidates with an existing run come first, because they hold the resources that the others wait for.
-        waiting.sort(key=lambda one: not (one.id in standing.runs and self._members.exists(standing.runs[one.id])))
+        waiting.sort(
+            key=lambda candidate: (
+                not (candidate.id in standing.runs and self._members.exists(standing.runs[candidate.id]))
+            )
+        )
         width = asyncio.Semaphore(self._members.parallel_runs())
 
-        async def one(candidate: Candidate) -> None:
+        async def measure(candidate: Candidate) -> None:
             async with width:
                 await self._measure_candidate(candidate, generation.epoch, strategy)
 
-        tasks = [asyncio.ensure_future(one(candidate)) for candidate in waiting]
+        tasks = [asyncio.ensure_future(measure(candidate)) for candidate in waiting]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -286,8 +290,8 @@ class Conductor:
                 self._steps_in_progress[candidate] = int(status.progress.get("step") or 0)
             else:
                 self._steps_in_progress.setdefault(candidate, 0)
-            if not why and (found := hopeless_reason(status)):
-                why = f"stopped early, {found}"
+            if not why and (reason := hopeless_reason(status)):
+                why = f"stopped early, {reason}"
                 await asyncio.to_thread(members.runs.stop, run_id)
             await asyncio.sleep(_CHECK_EVERY_S)
 
@@ -296,7 +300,7 @@ class Conductor:
         standing = self._log.standing
         best = standing.best
         if best is None:
-            why = next((one.why for one in standing.scores.values() if one.why), "no candidate was measured")
+            why = next((scored.why for scored in standing.scores.values() if scored.why), "no candidate was measured")
             raise ComponentFailed(
                 f"No candidate has a score; the first: {why}",
                 hint="list_runs names the members; read_logs shows the log of each.",
@@ -350,14 +354,14 @@ class Conductor:
         values = {"epoch": float(self._epoch), "measured": float(len(standing.scores))}
         if standing.best is not None and standing.best.score is not None:
             values["best"] = round(standing.best.score, 6)
-        what = self._phase if self._phase == "complete" else f"{self._phase} (epoch {self._epoch} of {plan.epochs})"
-        progress = (what, done, tuple(values.items()))
+        phase = self._phase if self._phase == "complete" else f"{self._phase} (epoch {self._epoch} of {plan.epochs})"
+        progress = (phase, done, tuple(values.items()))
         if progress != self._last_progress:
             self._last_progress = progress
-            self._member.report(Progress(what, done, total, values))
+            self._member.report(Progress(phase, done, total, values))
 
-    def _warn(self, what: str) -> None:
-        self._member.report(Warned(what))
+    def _warn(self, text: str) -> None:
+        self._member.report(Warned(text))
 
     def _check_stop(self) -> None:
         if self._member.ending.is_set():

@@ -99,7 +99,7 @@ class SweepMembers:
         """
         if self.exists(run_id := self.run_id(candidate)):
             return
-        config, changes, base, first = self._sweep.config, dict(candidate.values), None, 0
+        config, changes, base, first_task = self._sweep.config, dict(candidate.values), None, 0
         locks = self._home.locks(self._sweep.preset)
         if self._plan.evaluate == "train":
             changes["budget.steps"] = candidate.steps
@@ -108,14 +108,14 @@ class SweepMembers:
                 changes["optimizer.warmup_steps"] = warmup
         if candidate.continues:
             base = base_of(f"{RUN}{standing.runs[candidate.continues]}", self._home.runs)
-            first = standing.scores[candidate.continues].measured.groups
+            first_task = standing.scores[candidate.continues].measured.groups
         member = SweepMember(
             sweep=self._sweep.run_id,
             candidate=candidate.id,
             epoch=epoch,
             parent=candidate.parent,
             continues=base[0] if base else None,
-            first_task=first,
+            first_task=first_task,
             sampling=self._sampling(),
         )
         evaluation = config.evaluation
@@ -187,10 +187,10 @@ class SweepMembers:
         require_unchanged(sweep)
         config, _ = apply_changes(sweep.config, changes, self._plan.knobs)
         plan = test or training_plan(config)
-        [made] = freeze_drafts(
+        [specification] = freeze_drafts(
             self._home, [draft_of_sweep(sweep, config)], plan, base=base, split_rule=sweep.environment.split_rule
         )
-        self._starter.start_frozen([made.model_copy(update={"run_id": run_id, "member": member})])
+        self._starter.start_frozen([specification.model_copy(update={"run_id": run_id, "member": member})])
 
     def status(self, run_id: str) -> Status:
         """Return the status of a member. A lost member resumes by itself if its own settings say so."""

@@ -33,44 +33,50 @@ class OptunaSearch(RandomSearch):
                 hint=f"Install it ({install_command()}), or choose another strategy.",
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        kinds = {name: _distribution(optuna, one) for name, one in self.space.dimensions.items()}
+        kinds = {name: _distribution(optuna, dimension) for name, dimension in self.space.dimensions.items()}
         startup = min(10, self.population)
         sampler = optuna.samplers.TPESampler(
             seed=self.chance("optuna", epoch).randrange(2**31), n_startup_trials=startup, constant_liar=True
         )
         study = optuna.create_study(direction="maximize", sampler=sampler)
-        for one in history:
-            if one.get("score") is None:
+        for record in history:
+            if record.get("score") is None:
                 state, value = optuna.trial.TrialState.FAIL, None
             else:
-                state, value = optuna.trial.TrialState.COMPLETE, float(one["score"])
-            params = {name: _index(dimension, one["values"][name]) for name, dimension in self.space.dimensions.items()}
+                state, value = optuna.trial.TrialState.COMPLETE, float(record["score"])
+            params = {
+                name: _index(dimension, record["values"][name]) for name, dimension in self.space.dimensions.items()
+            }
             study.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=value, state=state))
-        found = []
+        candidates = []
         for _ in range(self.population):
-            asked = study.ask(kinds).params
-            values = {name: _value(one, asked[name]) for name, one in self.space.dimensions.items()}
-            found.append({"values": values, "steps": self.steps, "parent": None, "continues": None})
-        return found
+            suggested = study.ask(kinds).params
+            values = {name: _value(dimension, suggested[name]) for name, dimension in self.space.dimensions.items()}
+            candidates.append({"values": values, "steps": self.steps, "parent": None, "continues": None})
+        return candidates
 
 
-def _distribution(optuna: Any, one: Mapping[str, Any]) -> Any:
+def _distribution(optuna: Any, dimension: Mapping[str, Any]) -> Any:
     """Return the distribution of a dimension. For choices it draws an index, because values may be lists."""
-    if one.get("choices"):
-        return optuna.distributions.CategoricalDistribution(list(range(len(one["choices"]))))
-    if one.get("integer"):
-        return optuna.distributions.IntDistribution(int(one["low"]), int(one["high"]), log=bool(one.get("log")))
-    return optuna.distributions.FloatDistribution(float(one["low"]), float(one["high"]), log=bool(one.get("log")))
+    if dimension.get("choices"):
+        return optuna.distributions.CategoricalDistribution(list(range(len(dimension["choices"]))))
+    if dimension.get("integer"):
+        return optuna.distributions.IntDistribution(
+            int(dimension["low"]), int(dimension["high"]), log=bool(dimension.get("log"))
+        )
+    return optuna.distributions.FloatDistribution(
+        float(dimension["low"]), float(dimension["high"]), log=bool(dimension.get("log"))
+    )
 
 
-def _index(one: Mapping[str, Any], value: Any) -> Any:
-    return one["choices"].index(value) if one.get("choices") else value
+def _index(dimension: Mapping[str, Any], value: Any) -> Any:
+    return dimension["choices"].index(value) if dimension.get("choices") else value
 
 
-def _value(one: Mapping[str, Any], asked: Any) -> Any:
-    if one.get("choices"):
-        return one["choices"][asked]
-    if one.get("integer"):
-        return int(asked)
-    rounded = float(f"{asked:.6g}")
-    return rounded if one["low"] <= rounded <= one["high"] else asked
+def _value(dimension: Mapping[str, Any], suggested: Any) -> Any:
+    if dimension.get("choices"):
+        return dimension["choices"][suggested]
+    if dimension.get("integer"):
+        return int(suggested)
+    rounded = float(f"{suggested:.6g}")
+    return rounded if dimension["low"] <= rounded <= dimension["high"] else suggested

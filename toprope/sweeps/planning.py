@@ -79,8 +79,8 @@ def parse_space(space: Mapping[str, Any], draft: Draft, locks: Locks, evaluate: 
     """
     if not space:
         raise InvalidValue("space is empty: nothing would be varied.", hint=f"For example {_EXAMPLE}")
-    found = {}
-    for name, given in space.items():
+    dimensions = {}
+    for name, definition in space.items():
         field = find_field(name, draft.fields)
         why = _NOT_VARIED.get(field.name) or NOT_EDITABLE.get(field.name)
         if why:
@@ -91,33 +91,33 @@ def parse_space(space: Mapping[str, Any], draft: Draft, locks: Locks, evaluate: 
                 "on tasks of its own, and the easiest would win.",
                 hint='options={"evaluate": "test"} measures one policy under each value.',
             )
-        found[name] = _parse_dimension(name, field, given, locks)
-    return found
+        dimensions[name] = _parse_dimension(name, field, definition, locks)
+    return dimensions
 
 
-def _parse_dimension(name: str, field: Field, given: Any, locks: Locks) -> Dimension:
-    if isinstance(given, list | tuple):
-        given = {"choices": list(given)}
-    if not isinstance(given, Mapping) or set(given) - set(_KEYS) or not given:
-        raise InvalidValue(f"space: {name}: {shown(given)} is not a range.", hint=f"For example {_EXAMPLE}")
-    if "choices" in given:
-        choices = given["choices"]
-        if not isinstance(choices, list) or len(choices) < 2 or len(given) > 1:
+def _parse_dimension(name: str, field: Field, definition: Any, locks: Locks) -> Dimension:
+    if isinstance(definition, list | tuple):
+        definition = {"choices": list(definition)}
+    if not isinstance(definition, Mapping) or set(definition) - set(_KEYS) or not definition:
+        raise InvalidValue(f"space: {name}: {shown(definition)} is not a range.", hint=f"For example {_EXAMPLE}")
+    if "choices" in definition:
+        choices = definition["choices"]
+        if not isinstance(choices, list) or len(choices) < 2 or len(definition) > 1:
             raise InvalidValue(f"space: {name}: choices must be a list of at least two values, without other keys.")
-        typed = [field.coerce(one) for one in choices]
-        for one in typed:
-            _require_allowed(name, one, locks)
-        if any(one in typed[:place] for place, one in enumerate(typed)):
+        typed = [field.coerce(choice) for choice in choices]
+        for choice in typed:
+            _require_allowed(name, choice, locks)
+        if any(choice in typed[:place] for place, choice in enumerate(typed)):
             raise InvalidValue(f"space: {name}: a choice is listed twice.")
         return Dimension(choices=typed)
     if field.kind not in ("integer", "number") or field.choices is not None:
         raise InvalidValue(f"space: {name} is a {field.type_text}: give choices.", hint=f"Allowed: {field.bounds}.")
-    low, high = field.coerce(given.get("min")), field.coerce(given.get("max"))
+    low, high = field.coerce(definition.get("min")), field.coerce(definition.get("max"))
     if low is None or high is None or not low < high:
         raise InvalidValue(f"space: {name}: min must be below max, and both must be given.")
-    for one in (low, high):
-        _require_allowed(name, one, locks)
-    log = given.get("log", False)
+    for bound in (low, high):
+        _require_allowed(name, bound, locks)
+    log = definition.get("log", False)
     if not isinstance(log, bool) or (log and low <= 0):
         raise InvalidValue(f"space: {name}: log is true or false, and true needs a min above 0.")
     return Dimension(low=float(low), high=float(high), log=log, integer=field.kind == "integer")
@@ -161,10 +161,10 @@ def make_plan(
         LockedField: See `parse_space`.
         InvalidValue: See `parse_space`; also for numbers out of range and combinations that cannot work.
     """
-    known = (*STRATEGIES, OPTUNA)
-    for what, value, most in (("population", population, MOST_POPULATION), ("epochs", epochs, MOST_EPOCHS)):
-        if not 1 <= value <= most:
-            raise InvalidValue(f"{what} must be from 1 to {most}, not {value}.")
+    built_in = (*STRATEGIES, OPTUNA)
+    for argument, value, highest in (("population", population, MOST_POPULATION), ("epochs", epochs, MOST_EPOCHS)):
+        if not 1 <= value <= highest:
+            raise InvalidValue(f"{argument} must be from 1 to {highest}, not {value}.")
     if population * epochs < 2:
         raise InvalidValue("A population of 1 for 1 epoch compares nothing.", hint="start_training starts a run.")
     if not 0 < selection_ratio <= 1 or not 0 <= mutation_rate <= 1:
@@ -182,25 +182,25 @@ def make_plan(
     if steps is not None and steps < 1:
         raise InvalidValue(f"steps must be at least 1, not {steps}.")
     file, name = None, strategy
-    if own := _OWN.fullmatch(strategy):
-        path = strategies / f"{own['file']}.py"
+    if reference := _OWN.fullmatch(strategy):
+        path = strategies / f"{reference['file']}.py"
         if not path.is_file():
-            there = ", ".join(sorted(one.stem for one in strategies.glob("*.py"))) or "none"
+            available = ", ".join(sorted(entry.stem for entry in strategies.glob("*.py"))) or "none"
             raise NotFound(
-                f"There is no {own['file']}.py in {strategies}.",
-                hint=f"Strategies there: {there}. Built-in: {', '.join(known)}.",
+                f"There is no {reference['file']}.py in {strategies}.",
+                hint=f"Strategies there: {available}. Built-in: {', '.join(built_in)}.",
             )
         try:
-            problem = definition_problem(path, own["name"], STRATEGY_METHODS)
+            problem = definition_problem(path, reference["name"], STRATEGY_METHODS)
         except LoadError as error:
             problem = str(error)
         if problem:
             raise InvalidValue(problem, hint="docs/sweeps.md shows a strategy.")
-        file, name = str(path.resolve()), own["name"]
-    elif strategy not in known:
+        file, name = str(path.resolve()), reference["name"]
+    elif strategy not in built_in:
         raise NotFound(
             f"There is no strategy {shown(strategy)}.",
-            hint=f"Use one of {', '.join(known)}, or file:Class for a strategy in {strategies}.",
+            hint=f"Use one of {', '.join(built_in)}, or file:Class for a strategy in {strategies}.",
         )
     plan = SweepPlan(
         space=parse_space(space, draft, locks, evaluate),
@@ -220,13 +220,13 @@ def make_plan(
     _require_continuable(plan, draft)
     # No user code runs in this process, so the owner's own strategy may use a whole population per epoch.
     stages = [(population, plan.steps)] * epochs if file else create_strategy(plan).plan()
-    runs = sum(many for many, _ in stages)
+    runs = sum(count for count, _ in stages)
     if runs > _MOST_RUNS:
         raise InvalidValue(
             f"{runs} runs are too many for a sweep.",
             hint=f"At most {_MOST_RUNS}: use a smaller population.",
         )
-    steps_in_all = sum(many * each for many, each in stages) if evaluate == "train" else 0
+    steps_in_all = sum(count * stage_steps for count, stage_steps in stages) if evaluate == "train" else 0
     return plan.model_copy(update={"runs": runs + 1, "total_steps": steps_in_all})
 
 
@@ -245,8 +245,8 @@ def _require_continuable(plan: SweepPlan, draft: Draft) -> None:
             hint="Leave it out, or use evolution, random or optuna.",
         )
 
-    def possible(name: str, now: Any) -> list[Any]:
-        return (plan.space[name].choices or []) if name in plan.space else [now]
+    def possible(name: str, current: Any) -> list[Any]:
+        return (plan.space[name].choices or []) if name in plan.space else [current]
 
     engines = possible("inference.engine", draft.config.inference.engine)
     if "vllm" in engines and True in possible("policy.lora", draft.config.policy.lora):
@@ -259,7 +259,7 @@ def _require_continuable(plan: SweepPlan, draft: Draft) -> None:
 def strategy_arguments(plan: SweepPlan) -> dict[str, Any]:
     """Return the arguments of a strategy's class."""
     return {
-        "space": {name: one.model_dump(exclude_none=True) for name, one in plan.space.items()},
+        "space": {name: dimension.model_dump(exclude_none=True) for name, dimension in plan.space.items()},
         "population": plan.population,
         "epochs": plan.epochs,
         "selection_ratio": plan.selection_ratio,
@@ -285,4 +285,4 @@ def longest_run_steps(plan: SweepPlan) -> int:
     """Return the optimizer steps of the longest single run."""
     if plan.file or plan.evaluate == "test":
         return plan.steps
-    return max(each for _, each in create_strategy(plan).plan())
+    return max(steps for _, steps in create_strategy(plan).plan())

@@ -43,18 +43,20 @@ class StrategyRunner:
         if plan.file is None:
             return cls(plan)
         # Processes that the strategy leaves are recognized by the run's folder in their environment.
-        given = {name: value for name, value in os.environ.items() if name == ENV_FOLDER}
+        variables = {name: value for name, value in os.environ.items() if name == ENV_FOLDER}
         wall = code_wall(passed_on(), [plan.file])
-        worker = await EnvironmentWorker.behind(wall, env=worker_environment(given), timeout=_LOAD_S)
+        worker = await EnvironmentWorker.behind(wall, env=worker_environment(variables), timeout=_LOAD_S)
         try:
             file, name = plan.file, plan.strategy
             try:
-                made = await worker.make(file, name, strategy_arguments(plan), wanted=STRATEGY_METHODS, timeout=_LOAD_S)
+                strategy = await worker.make(
+                    file, name, strategy_arguments(plan), wanted=STRATEGY_METHODS, timeout=_LOAD_S
+                )
             except WorkerError as error:
                 if "is not made with these arguments" not in str(error):
                     raise
-                made = await worker.make(file, name, {}, wanted=STRATEGY_METHODS, timeout=_LOAD_S)
-            return cls(plan, worker, made.handle, made.methods)
+                strategy = await worker.make(file, name, {}, wanted=STRATEGY_METHODS, timeout=_LOAD_S)
+            return cls(plan, worker, strategy.handle, strategy.methods)
         except WorkerFailure as error:
             await worker.close()
             raise ComponentFailed(
@@ -85,12 +87,14 @@ class StrategyRunner:
 
     async def select(self, population: Sequence[Candidate], scores: Sequence[float | None]) -> list[str]:
         """Return the ids of the candidates that survive an epoch, best first."""
-        answer = await self._ask("select", [[one.model_dump() for one in population], list(scores)])
-        known = {one.id for one in population}
+        answer = await self._ask("select", [[candidate.model_dump() for candidate in population], list(scores)])
+        known_ids = {candidate.id for candidate in population}
         ids = (
-            [one.get("id") if isinstance(one, dict) else one for one in answer] if isinstance(answer, list) else [None]
+            [entry.get("id") if isinstance(entry, dict) else entry for entry in answer]
+            if isinstance(answer, list)
+            else [None]
         )
-        survivors = [one for one in ids if isinstance(one, str) and one in known]
+        survivors = [entry for entry in ids if isinstance(entry, str) and entry in known_ids]
         if len(survivors) < len(ids):
             raise self._invalid("select", "a candidate that is not in the population")
         return list(dict.fromkeys(survivors))
@@ -99,17 +103,17 @@ class StrategyRunner:
         self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]
     ) -> list[Any]:
         """Return the population of an epoch after the first."""
-        parents = [one.model_dump() for one in survivors]
+        parents = [candidate.model_dump() for candidate in survivors]
         if self._worker is not None and "advance" not in self._methods and "mutate" in self._methods and parents:
-            many = max(self._plan.population - len(parents), 0)
-            calls = [[parents[number % len(parents)]] for number in range(many)]
+            missing = max(self._plan.population - len(parents), 0)
+            calls = [[parents[number % len(parents)]] for number in range(missing)]
             children = await self._call("mutate", calls) if calls else []
             for child, (parent,) in zip(children, calls, strict=True):
                 if isinstance(child, dict):
                     child.setdefault("parent", parent["id"])
                     child.pop("id", None)
             return [*parents, *children]
-        return self._check_list(await self._ask("advance", [epoch, parents, [dict(one) for one in history]]))
+        return self._check_list(await self._ask("advance", [epoch, parents, [dict(record) for record in history]]))
 
     async def _ask(self, method: str, arguments: list[Any]) -> Any:
         if self._worker is not None and method in self._methods:
@@ -135,35 +139,35 @@ class StrategyRunner:
         Raises:
             ComponentFailed: An element is not a candidate, or a value is outside its space.
         """
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         number = len(known)
-        for one in answer:
-            if not isinstance(one, dict) or not isinstance(one.get("values"), dict):
-                raise self._invalid("advance", f"{one!r:.120}, which is not a candidate")
-            same = known.get(str(one.get("id")))
-            if same is not None and same.values == one["values"]:
-                found.append(same)
+        for entry in answer:
+            if not isinstance(entry, dict) or not isinstance(entry.get("values"), dict):
+                raise self._invalid("advance", f"{entry!r:.120}, which is not a candidate")
+            former = known.get(str(entry.get("id")))
+            if former is not None and former.values == entry["values"]:
+                candidates.append(former)
                 continue
             if number - len(known) >= most_new:
                 continue
             number += 1
             for role in ("parent", "continues"):
-                if one.get(role) is not None and one[role] not in known:
-                    raise self._invalid("advance", f"{role} {one[role]!r:.40}, which is not a known candidate")
-            steps = one.get("steps") or self._plan.steps
+                if entry.get(role) is not None and entry[role] not in known:
+                    raise self._invalid("advance", f"{role} {entry[role]!r:.40}, which is not a known candidate")
+            steps = entry.get("steps") or self._plan.steps
             if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
                 raise self._invalid("advance", f"steps {steps!r:.40}")
-            values = {name: self._value(name, kind, one["values"]) for name, kind in self._plan.space.items()}
-            found.append(
+            values = {name: self._value(name, kind, entry["values"]) for name, kind in self._plan.space.items()}
+            candidates.append(
                 Candidate(
                     id=f"c{number:03d}",
                     values=values,
                     steps=steps,
-                    parent=one.get("parent"),
-                    continues=one.get("continues") if self._plan.evaluate == "train" else None,
+                    parent=entry.get("parent"),
+                    continues=entry.get("continues") if self._plan.evaluate == "train" else None,
                 )
             )
-        return found
+        return candidates
 
     def _value(self, name: str, kind: Dimension, values: Mapping[str, Any]) -> Any:
         """Return a candidate's value of a field.
@@ -186,5 +190,5 @@ class StrategyRunner:
             raise self._invalid("advance", "something that is not a list of candidates")
         return answer
 
-    def _invalid(self, method: str, what: str) -> ComponentFailed:
-        return ComponentFailed(f"The strategy {self._plan.strategy} answered {method} with {what}.")
+    def _invalid(self, method: str, text: str) -> ComponentFailed:
+        return ComponentFailed(f"The strategy {self._plan.strategy} answered {method} with {text}.")

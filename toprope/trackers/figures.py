@@ -39,19 +39,19 @@ def evaluation_rows(label: str, content: Mapping[str, Any], step: int) -> Iterat
     Raises:
         Corrupt: It does not have the form that the driver writes.
     """
-    found = evaluation_of(label, content)
+    evaluation = evaluation_of(label, content)
     size = content["sampled"].get("group_size")
-    if label == "test" and (found.split == "validation" or size):
+    if label == "test" and (evaluation.split == "validation" or size):
         yield from _task_rows("test", content["sampled"].get("by_task") or {}, size)
         return
-    prefix = "evaluation" if found.split == "train" else found.split or label
-    yield dict(_evaluation(found, prefix)) | {"train/global_step": step}
+    prefix = "evaluation" if evaluation.split == "train" else evaluation.split or label
+    yield dict(_evaluation(evaluation, prefix)) | {"train/global_step": step}
 
 
 def evaluation_summary(label: str, content: Mapping[str, Any]) -> dict[str, Value]:
     """The figures of an evaluation below its label, such as `after/heldout/accuracy`. Raises: see `evaluation_rows`."""
-    found = evaluation_of(label, content)
-    return dict(_evaluation(found, f"{label}/{found.split}" if found.split else label))
+    evaluation = evaluation_of(label, content)
+    return dict(_evaluation(evaluation, f"{label}/{evaluation.split}" if evaluation.split else label))
 
 
 def model_rows(models: list[TestedModel]) -> Iterator[dict[str, Value]]:
@@ -66,18 +66,18 @@ def model_rows(models: list[TestedModel]) -> Iterator[dict[str, Value]]:
 
 def model_summary(models: list[TestedModel]) -> dict[str, Value]:
     """The figures of each model of a test."""
-    found: dict[str, Value] = {}
+    summary: dict[str, Value] = {}
     for model in models:
         prefix = f"test/{model.name}"
-        found[f"{prefix}/model"] = model.model
+        summary[f"{prefix}/model"] = model.model
         if model.error is not None:
-            found[f"{prefix}/error"] = model.error[:300]
+            summary[f"{prefix}/error"] = model.error[:300]
         if model.sampled is not None:
             content = {"sampled": model.sampled}
-            found |= dict(_evaluation(evaluation_of("test", content), prefix))
+            summary |= dict(_evaluation(evaluation_of("test", content), prefix))
         if model.cost_usd is not None:
-            found[f"{prefix}/cost_usd"] = model.cost_usd
-    return found
+            summary[f"{prefix}/cost_usd"] = model.cost_usd
+    return summary
 
 
 def candidate_row(number: int, scored: Scored, standing: Standing) -> dict[str, Value]:
@@ -98,16 +98,16 @@ def candidate_row(number: int, scored: Scored, standing: Standing) -> dict[str, 
 
 def sweep_summary(standing: Standing) -> dict[str, Value]:
     """The best candidate of a sweep and its measurement on held-out tasks."""
-    found: dict[str, Value] = {"sweep/candidates": len(standing.scores), "sweep/steps": standing.steps}
+    summary: dict[str, Value] = {"sweep/candidates": len(standing.scores), "sweep/steps": standing.steps}
     if (best := standing.best) is not None and best.score is not None:
-        found |= {"sweep/best": best.score, "sweep/best_id": best.candidate}
+        summary |= {"sweep/best": best.score, "sweep/best_id": best.candidate}
         run = standing.runs.get(best.candidate)
-        found |= {"sweep/best_run": run} if run else {}
+        summary |= {"sweep/best_run": run} if run else {}
     measured = standing.final.measured if standing.final else None
     if measured is not None and measured.tasks and measured.successes is not None:
         content = {"sampled": {"split": "heldout", **measured.model_dump(include={"tasks", "successes", "accuracy"})}}
-        found |= dict(_evaluation(evaluation_of("final", content), "final/heldout"))
-    return found
+        summary |= dict(_evaluation(evaluation_of("final", content), "final/heldout"))
+    return summary
 
 
 def own_row(values: Mapping[str, Any], step: int) -> dict[str, Value]:
@@ -126,12 +126,12 @@ def _task_rows(prefix: str, by_task: Mapping[str, Any], size: int | None) -> Ite
         yield row
 
 
-def _evaluation(found: Evaluation, prefix: str) -> Iterator[tuple[str, Value]]:
-    yield from _accuracy(found.sampled, prefix)
-    yield from _accuracy(found.greedy, f"{prefix}/greedy")
-    for label, one in found.environments.items():
-        yield from _accuracy(one.sampled, f"{prefix}/{label}")
-        yield from _accuracy(one.greedy, f"{prefix}/{label}/greedy")
+def _evaluation(evaluation: Evaluation, prefix: str) -> Iterator[tuple[str, Value]]:
+    yield from _accuracy(evaluation.sampled, prefix)
+    yield from _accuracy(evaluation.greedy, f"{prefix}/greedy")
+    for label, environment in evaluation.environments.items():
+        yield from _accuracy(environment.sampled, f"{prefix}/{label}")
+        yield from _accuracy(environment.greedy, f"{prefix}/{label}/greedy")
 
 
 def _accuracy(measured: Accuracy | None, prefix: str) -> Iterator[tuple[str, Value]]:

@@ -46,11 +46,11 @@ class RunFollower:
     ) -> None:
         self._folder, self._spec, self._trackers = folder, specification, trackers
         self._keeps_record = keeps_record
-        known = read_record(folder) if keeps_record else _unlogged()
-        self._offset: int = known["metrics_bytes"]
-        self._step: int = known["step"]
-        self._logged: dict[str, Any] = known["logged"]
-        self._earlier: dict[str, Any] = known["trackers"]
+        record = read_record(folder) if keeps_record else _unlogged()
+        self._offset: int = record["metrics_bytes"]
+        self._step: int = record["step"]
+        self._logged: dict[str, Any] = record["logged"]
+        self._earlier: dict[str, Any] = record["trackers"]
 
     def pass_on(self) -> bool:
         """Log what is new since the last call; returns whether there may be more at once.
@@ -60,14 +60,14 @@ class RunFollower:
             TopropeError: A record of the run cannot be read.
         """
         before = (self._offset, dict(self._logged))
-        more = self._pass_steps()
-        if not more:  # an evaluation belongs after the steps before it
+        has_more = self._pass_steps()
+        if not has_more:  # an evaluation belongs after the steps before it
             self._pass_evaluations()
             if self._spec.run_kind.starts_runs:
                 self._pass_candidates()
         if (self._offset, self._logged) != before:
             self.write_record()
-        return more
+        return has_more
 
     def finish(self, ends_as: str = "") -> None:
         """Log the rest and the figures of the whole run, and close it at every tracker. Raises: see `pass_on`.
@@ -80,10 +80,10 @@ class RunFollower:
         status = Status.read(self._folder)
         state = ends_as or status.state
         summary: dict[str, Any] = {"state": state, "attempts": status.attempt}
-        if (found := headline(status)) is not None:
-            summary |= {"accuracy": found.accuracy, "accuracy_split": found.split}
-            if found.tasks:
-                summary |= {"accuracy_low": found.low, "accuracy_high": found.high}
+        if (measured := headline(status)) is not None:
+            summary |= {"accuracy": measured.accuracy, "accuracy_split": measured.split}
+            if measured.tasks:
+                summary |= {"accuracy_low": measured.low, "accuracy_high": measured.high}
         for tracker in self._trackers:
             tracker.summarize(summary)
             tracker.finish(1 if state in ("failed", "lost") else 0)
@@ -98,7 +98,10 @@ class RunFollower:
             "metrics_bytes": self._offset,
             "step": self._step,
             "logged": self._logged,
-            "trackers": {**self._earlier, **{one.name: self._told(one) for one in self._trackers}},
+            "trackers": {
+                **self._earlier,
+                **{tracker.name: self._complete_record(tracker) for tracker in self._trackers},
+            },
         }
         try:
             write_json(self._folder.path / "trackers.json", record)
@@ -106,14 +109,17 @@ class RunFollower:
             if error.errno not in NO_ROOM:
                 raise
 
-    def _told(self, tracker: Tracker) -> dict[str, Any]:
+    def _complete_record(self, tracker: Tracker) -> dict[str, Any]:
         """The record of a tracker, with the folders of all attempts, the oldest first."""
-        told, earlier = tracker.record, self._earlier.get(tracker.name, {}).get("folders", [])
-        folder = told.get("folder")
-        return {**told, "folders": [*(one for one in earlier if one != folder), *([folder] if folder else [])]}
+        record, earlier = tracker.record, self._earlier.get(tracker.name, {}).get("folders", [])
+        folder = record.get("folder")
+        return {
+            **record,
+            "folders": [*(former for former in earlier if former != folder), *([folder] if folder else [])],
+        }
 
     def _pass_steps(self) -> bool:
-        lines, self._offset, more = _complete_lines(self._folder.metrics, self._offset)
+        lines, self._offset, has_more = _complete_lines(self._folder.metrics, self._offset)
         for line in lines:
             try:
                 row = json.loads(line)
@@ -122,7 +128,7 @@ class RunFollower:
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 self._step = row["step"]
                 self._log(figures.step_row(row))
-        return more
+        return has_more
 
     def _pass_evaluations(self) -> None:
         for path in sorted(self._folder.evaluations.glob("*.json"), key=lambda path: path.stat().st_mtime):
@@ -186,10 +192,10 @@ def read_record(folder: RunFolder) -> dict[str, Any]:
     Raises:
         Corrupt: It cannot be read; TooNew if a newer version wrote it.
     """
-    found = _unlogged()
+    record = _unlogged()
     with suppress(NotFound):
-        found |= read_json(folder.path / "trackers.json", TRACKERS_VERSION)
-    return found
+        record |= read_json(folder.path / "trackers.json", TRACKERS_VERSION)
+    return record
 
 
 def _unlogged() -> dict[str, Any]:

@@ -67,7 +67,7 @@ class SteppedTracker(ABC):
 
     def log(self, values: Mapping[str, Value]) -> None:
         """See `Tracker.log`."""
-        axis = next((one for one in AXES.values() if one in values), None)
+        axis = next((name for name in AXES.values() if name in values), None)
         if axis is not None:
             self._step = int(values[axis])
         self._write({name: value for name, value in values.items() if name != axis})

@@ -53,8 +53,8 @@ class WandbTracker:
     @property
     def record(self) -> dict[str, Any]:
         """See `Tracker.record`."""
-        told = {"mode": self._mode, "folder": str(self._run.dir).removesuffix("/files")}
-        return told | ({"url": str(self._run.url)} if self._mode == "online" and self._run.url else {})
+        record = {"mode": self._mode, "folder": str(self._run.dir).removesuffix("/files")}
+        return record | ({"url": str(self._run.url)} if self._mode == "online" and self._run.url else {})
 
     def log(self, values: Mapping[str, Value]) -> None:
         """See `Tracker.log`."""

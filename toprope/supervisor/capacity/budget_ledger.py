@@ -88,10 +88,10 @@ def reserved(runs: Path, specifications: Sequence[Specification]) -> Iterator[No
     """Reserve the budget of runs that have no keeper yet, until the end of the block. Enter it with the ledger lock
     held; the lock may be released before the block ends."""
     with ExitStack() as stack:
-        for one in specifications:
-            path = runs / _FOLDER / f"{one.run_id}{_RESERVED}"
+        for specification in specifications:
+            path = runs / _FOLDER / f"{specification.run_id}{_RESERVED}"
             stack.callback(path.unlink, missing_ok=True)
-            write_json(path, one.limits.reserved if one.limits else {})
+            write_json(path, specification.limits.reserved if specification.limits else {})
             if (lock := RunLock.acquire(path)) is not None:
                 stack.callback(lock.release)
         yield
@@ -106,7 +106,7 @@ def read_accounts(runs: Path, now: float | None = None, *, leave_out: Collection
         leave_out: Ids of runs to leave out.
     """
     today = day_of(time.time() if now is None else now)
-    found = []
+    accounts = []
     # First, because a run's reservation goes when the run is there: the other way round, both could be missed.
     begun = [account for account in _reserved_accounts(runs) if account.run_id not in leave_out]
     try:
@@ -117,19 +117,19 @@ def read_accounts(runs: Path, now: float | None = None, *, leave_out: Collection
         if entry.name in leave_out:
             continue
         try:
-            found.append(_read_account(RunFolder(Path(entry.path)), today))
+            accounts.append(_read_account(RunFolder(Path(entry.path)), today))
         except FileNotFoundError:
             continue  # it is being removed
         except (OSError, Corrupt):  # such as another user's folder
-            found.append(Account(entry.name, True, False, Usage()))
-    found += [account for account in _program_accounts(runs, today) if account.run_id not in leave_out]
-    known = {account.run_id for account in found if account.live}
-    return found + [account for account in begun if account.run_id not in known]
+            accounts.append(Account(entry.name, True, False, Usage()))
+    accounts += [account for account in _program_accounts(runs, today) if account.run_id not in leave_out]
+    live_ids = {account.run_id for account in accounts if account.live}
+    return accounts + [account for account in begun if account.run_id not in live_ids]
 
 
 def _reserved_accounts(runs: Path) -> list[Account]:
     """Return the accounts of runs that have a reservation and no keeper yet."""
-    found = []
+    accounts = []
     for path in (runs / _FOLDER).glob(f"*{_RESERVED}"):
         try:
             age = time.time() - path.stat().st_mtime
@@ -139,8 +139,8 @@ def _reserved_accounts(runs: Path) -> list[Account]:
             amounts = {str(name): float(value) for name, value in read_json(path).items()}
         except (NotFound, Corrupt, OSError, AttributeError, TypeError, ValueError):
             continue
-        found.append(Account(path.name.removesuffix(_RESERVED), True, True, Usage(), {}, amounts))
-    return found
+        accounts.append(Account(path.name.removesuffix(_RESERVED), True, True, Usage(), {}, amounts))
+    return accounts
 
 
 def enter_program(runs: Path, name: str, folder: Path, reserved: Mapping[str, float]) -> float:
@@ -163,7 +163,7 @@ def enter_program(runs: Path, name: str, folder: Path, reserved: Mapping[str, fl
 
 def _program_accounts(runs: Path, today: str) -> list[Account]:
     """Return the accounts of programs that are no runs; forget those whose folder is gone."""
-    found = []
+    accounts = []
     for path in (runs / _FOLDER).glob(f"*{_PROGRAM}"):
         try:
             entry = read_json(path)
@@ -179,8 +179,8 @@ def _program_accounts(runs: Path, today: str) -> list[Account]:
         spending = read_spending(folder / SPENDING)
         usage = Usage(tokens_usd=max(0.0, sum(spending.values()) - before))
         used = {"cost_usd": spending.get(today, 0.0)}
-        found.append(Account(path.name.removesuffix(_PROGRAM), live, False, usage, used, amounts, is_run=False))
-    return found
+        accounts.append(Account(path.name.removesuffix(_PROGRAM), live, False, usage, used, amounts, is_run=False))
+    return accounts
 
 
 def _read_account(folder: RunFolder, today: str) -> Account:

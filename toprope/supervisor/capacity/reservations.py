@@ -179,10 +179,10 @@ class Reservations:
             return False
         stamp, behind = self._waited_for
         try:
-            now = self._path.stat().st_mtime_ns
+            current = self._path.stat().st_mtime_ns
         except FileNotFoundError:
             return False
-        return now == stamp and all(is_held(self._runs / run_id / "keeper.lock") for run_id in behind)
+        return current == stamp and all(is_held(self._runs / run_id / "keeper.lock") for run_id in behind)
 
     def _decide(self, specification: Specification, anew: bool) -> Granted | Waiting:
         run_id, machine, entries = specification.run_id, self.machine() or Machine.detect(), self._read_live()
@@ -192,25 +192,25 @@ class Reservations:
             mine = _request(specification, machine, turn)
         else:
             mine = former
-        beside = {other: entry for other, entry in entries.items() if entry.pool == mine.pool}
-        if not mine.granted and not any(entry.turn < mine.turn for entry in beside.values() if not entry.granted):
-            mine = _grant(mine, machine, [entry for entry in beside.values() if entry.granted])
+        pool_entries = {other_id: entry for other_id, entry in entries.items() if entry.pool == mine.pool}
+        if not mine.granted and not any(entry.turn < mine.turn for entry in pool_entries.values() if not entry.granted):
+            mine = _grant(mine, machine, [entry for entry in pool_entries.values() if entry.granted])
         if mine != former:
             write_json(self._entry(run_id), mine.model_dump(mode="json"))
         if not mine.granted:
-            return _explain_wait(mine, machine, beside)
+            return _explain_wait(mine, machine, pool_entries)
         return Granted(mine.threads, mine.gpus if machine.gpus else None)
 
     def _read_live(self) -> dict[str, _Entry]:
         """Return the entries of live runs by run id; remove all others."""
-        found = {}
+        entries = {}
         for path in self._path.iterdir():
             run_id = path.stem
             if path.name in (_MACHINE, "lock"):
                 continue
             try:
                 if RUN_ID.fullmatch(run_id) and is_held(self._runs / run_id / "keeper.lock"):
-                    found[run_id] = read_record(path, RESERVATION_VERSION, _Entry)
+                    entries[run_id] = read_record(path, RESERVATION_VERSION, _Entry)
                     continue
             except (NotFound, PermissionError):  # another user's run
                 continue
@@ -220,7 +220,7 @@ class Reservations:
                 pass
             # This process holds the lock, so a file with another name was left by a process killed while writing.
             path.unlink(missing_ok=True)
-        return found
+        return entries
 
     def _entry(self, run_id: str) -> Path:
         return self._path / f"{run_id}.json"
@@ -254,27 +254,30 @@ def gpus_wanted(specification: Specification, machine: Machine) -> int:
 def _grant(mine: _Entry, machine: Machine, others: Sequence[_Entry]) -> _Entry:
     """Grant `mine` its share if the machine has it beside the shares of `others`."""
     if mine.pool == "gpu":
-        taken = {gpu for other in others for gpu in other.gpus}
-        free = [gpu for gpu in machine.gpus if gpu not in taken]
-        wanted = mine.wanted_gpus
-        return mine.model_copy(update={"granted": True, "gpus": tuple(free[:wanted])}) if wanted <= len(free) else mine
+        taken_gpus = {gpu for other in others for gpu in other.gpus}
+        free = [gpu for gpu in machine.gpus if gpu not in taken_gpus]
+        count = mine.wanted_gpus
+        return mine.model_copy(update={"granted": True, "gpus": tuple(free[:count])}) if count <= len(free) else mine
     room = machine.threads - sum(other.threads for other in others)
     # The owner may have lowered the limit while the run waited.
-    wanted = min(mine.threads, machine.threads)
-    return mine.model_copy(update={"granted": True, "threads": wanted}) if wanted <= room else mine
+    threads = min(mine.threads, machine.threads)
+    return mine.model_copy(update={"granted": True, "threads": threads}) if threads <= room else mine
 
 
-def _explain_wait(mine: _Entry, machine: Machine, beside: dict[str, _Entry]) -> Waiting:
-    holders = sorted((run_id for run_id, entry in beside.items() if entry.granted), key=lambda one: beside[one].turn)
-    before = [run_id for run_id, entry in beside.items() if not entry.granted and entry.turn < mine.turn]
+def _explain_wait(mine: _Entry, machine: Machine, pool_entries: dict[str, _Entry]) -> Waiting:
+    holders = sorted(
+        (run_id for run_id, entry in pool_entries.items() if entry.granted),
+        key=lambda run_id: pool_entries[run_id].turn,
+    )
+    before = [run_id for run_id, entry in pool_entries.items() if not entry.granted and entry.turn < mine.turn]
     if mine.pool == "gpu":
-        what = f"{mine.wanted_gpus} GPUs" if mine.wanted_gpus > 1 else "a GPU"
-        what += f" (this machine has {len(machine.gpus)} for runs)"
+        resource = f"{mine.wanted_gpus} GPUs" if mine.wanted_gpus > 1 else "a GPU"
+        resource += f" (this machine has {len(machine.gpus)} for runs)"
     else:
-        what = f"{mine.threads} CPU thread{'s' if mine.threads > 1 else ''}"
-        what += f" (this machine has {machine.threads} for {mine.pool})"
+        resource = f"{mine.threads} CPU thread{'s' if mine.threads > 1 else ''}"
+        resource += f" (this machine has {machine.threads} for {mine.pool})"
     names = ", ".join(holders[:_NAMED]) + (f" and {len(holders) - _NAMED} more" if len(holders) > _NAMED else "")
-    reason = f"Waits for {what}"
+    reason = f"Waits for {resource}"
     if names:
         reason += f"; in use by {names}"
     if before:

@@ -251,9 +251,9 @@ class Component:
         else:
             self._set_exit(Exit(message.code, message.signal))
 
-    def _set_exit(self, how: Exit) -> None:
+    def _set_exit(self, outcome: Exit) -> None:
         if self.exit is None:
-            self.exit = how
+            self.exit = outcome
             self._started.set()
             self._queue.put_nowait(None)
             self._close_orders()
@@ -274,7 +274,7 @@ async def reap_orphans(components: Sequence[Component], limit_s: float = guard.R
     Returns:
         The number of processes that were killed.
     """
-    found: set[int] = set()
+    killed: set[int] = set()
     loop = asyncio.get_running_loop()
     limit = loop.time() + limit_s
     while loop.time() < limit:
@@ -284,7 +284,7 @@ async def reap_orphans(components: Sequence[Component], limit_s: float = guard.R
         if not orphans:
             break
         everything = guard.descendants(orphans, tree)
-        found.update(everything)
+        killed.update(everything)
         guard.kill(everything)
         for pid in orphans:
             try:
@@ -292,4 +292,4 @@ async def reap_orphans(components: Sequence[Component], limit_s: float = guard.R
             except ChildProcessError:
                 continue
         await asyncio.sleep(0.005)
-    return len(found)
+    return len(killed)

@@ -176,8 +176,8 @@ def _try(program: str) -> str:
             return "bwrap does not end here"
         if code != 0:
             complaints.seek(0)
-            last = complaints.read().decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
-            return f"bwrap lacks the permissions that it needs here ({last[0][:200]})"
+            last_lines = complaints.read().decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {code}"]
+            return f"bwrap lacks the permissions that it needs here ({last_lines[0][:200]})"
         data, ended, limit = b"", False, time.monotonic() + _DAEMON_TIMEOUT_S
         while not ended and select.select([reader], [], [], max(0.0, limit - time.monotonic()))[0]:
             chunk = os.read(reader, 4096)
@@ -214,26 +214,26 @@ def _judge(data: bytes, ended: bool) -> str:
 
 def _cached_trial(cache: Path) -> str:
     """Return the result of the last trial since this machine booted, or of a new trial."""
-    here = _identify_machine()
+    machine = _identify_machine()
     with suppress(TopropeError, TypeError, ValueError, KeyError):
-        known = read_json(cache)
-        age = time.time() - float(known["at"])
-        if known["here"] == here and 0 <= age < (_FAILED_FOR_S if known["why"] else _PASSED_FOR_S):
-            return str(known["why"])
+        trial = read_json(cache)
+        age = time.time() - float(trial["at"])
+        if trial["here"] == machine and 0 <= age < (_FAILED_FOR_S if trial["why"] else _PASSED_FOR_S):
+            return str(trial["why"])
     why = probe_bubblewrap()
     with suppress(OSError):  # the next caller tries again
-        write_json(cache, {"version": 1, "here": here, "at": time.time(), "why": why})
+        write_json(cache, {"version": 1, "here": machine, "at": time.time(), "why": why})
     return why
 
 
 def _identify_machine() -> dict[str, Any]:
     """Return everything that a result depends on: boot, user, container and bwrap."""
     program = shutil.which("bwrap")
-    found: dict[str, Any] = {"platform": sys.platform, "uid": os.getuid(), "program": program, "boot": boot_id()}
+    facts: dict[str, Any] = {"platform": sys.platform, "uid": os.getuid(), "program": program, "boot": boot_id()}
     if program:
         stat = os.stat(program)
-        found["built"] = [stat.st_mtime_ns, stat.st_size, stat.st_mode]
+        facts["built"] = [stat.st_mtime_ns, stat.st_size, stat.st_mode]
     for kind in ("user", "mnt", "pid"):
         with suppress(OSError):
-            found[kind] = os.readlink(f"/proc/self/ns/{kind}")
-    return found
+            facts[kind] = os.readlink(f"/proc/self/ns/{kind}")
+    return facts

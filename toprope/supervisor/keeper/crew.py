@@ -88,8 +88,8 @@ class Crew:
         self._spawner = self._make_spawner(spread, preloaded)
         self.checkpoint = checkpoint
         """Checkpoint that members started from now on resume from."""
-        given = "" if spread is not None else surroundings.get("CUDA_VISIBLE_DEVICES", "")
-        self.gpus: tuple[str, ...] | None = tuple(given.split(",")) if given else None
+        visible_gpus = "" if spread is not None else surroundings.get("CUDA_VISIBLE_DEVICES", "")
+        self.gpus: tuple[str, ...] | None = tuple(visible_gpus.split(",")) if visible_gpus else None
         """Ids of the GPUs that members started from now on see; None: those that the keeper sees."""
         self._owner_variables = decode_owner_variables(surroundings)
         self._secret = secrets.token_urlsafe(32)
@@ -189,8 +189,8 @@ class Crew:
     @property
     def drivers(self) -> list[str]:
         """Names of the drivers that were started, the first one first."""
-        found = [name for name in self._components if role_of(name) == "environment"]
-        return sorted(found, key=lambda name: (len(name), name))
+        names = [name for name in self._components if role_of(name) == "environment"]
+        return sorted(names, key=lambda name: (len(name), name))
 
     def cut_off(self, *, anew: bool) -> list[Component]:
         """The components whose node cannot be reached any more; `anew`: measure every silence from now on."""
@@ -216,10 +216,10 @@ class Crew:
 
     def _write_outside(self) -> None:
         """Write addresses and keys for an environment that its user starts beside the run, in the form of a shell."""
-        found = [self._addresses.get(name) for name in ("api", "inference", "policy")]
-        if None in found or not self._spec.config.rollout.outside:
+        addresses = [self._addresses.get(name) for name in ("api", "inference", "policy")]
+        if None in addresses or not self._spec.config.rollout.outside:
             return
-        api, inference, policy = found
+        api, inference, policy = addresses
         values = {"API": f"{api}/{self._secret}", "INFERENCE": f"{inference}/v1", "KEY": f"{self._secret}.outside"}
         lines = [f"TOPROPE_{name}={shlex.quote(str(value))}\n" for name, value in {**values, "POLICY": policy}.items()]
         try:
@@ -283,13 +283,13 @@ class Crew:
             if component.name not in patient_with:
                 component.stop(min(grace_s, _NOTHING_TO_SAVE_S))
         await self._wait_gone(first)
-        last = [component for component in running if component.name == TRACKER]
-        rest = [component for component in running if component not in [*first, *last]]
+        trackers = [component for component in running if component.name == TRACKER]
+        remaining = [component for component in running if component not in [*first, *trackers]]
         self._deadline = max(self._deadline, loop.time() + min(grace_s, _SECOND_GRACE_S))
-        for component in rest:
+        for component in remaining:
             component.stop(max(soon - loop.time(), min(grace_s, _SECOND_GRACE_S)))
-        await self._wait_gone(rest)
-        await self._close_tracker(last, min(grace_s, _SECOND_GRACE_S), state)
+        await self._wait_gone(remaining)
+        await self._close_tracker(trackers, min(grace_s, _SECOND_GRACE_S), state)
         await self._reap_unguarded()
         self._spawner.close()
         if self._listener is not None:
@@ -333,10 +333,10 @@ class Crew:
             return
         loop = asyncio.get_running_loop()
         gone = loop.create_task(_all_gone(components))
-        while not gone.done() and (left := self._deadline - loop.time()) > 0:
+        while not gone.done() and (seconds_left := self._deadline - loop.time()) > 0:
             self._deadline_moved.clear()
             moved = loop.create_task(self._deadline_moved.wait())
-            await asyncio.wait([gone, moved], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([gone, moved], timeout=seconds_left, return_when=asyncio.FIRST_COMPLETED)
             moved.cancel()
         if not gone.done():
             for component in components:
@@ -362,10 +362,10 @@ def _subject(order: Order) -> str:
     return f"{type(order).__name__} {about}"
 
 
-def _share_of_gpus(member: str, gpus: Sequence[str], own: int) -> Sequence[str]:
+def _share_of_gpus(member: str, gpus: Sequence[str], inference_gpus: int) -> Sequence[str]:
     """Return the run's GPUs that a member sees: inference the trainer's first, or its own, which are the last."""
-    if member not in ("trainer", "inference") or own >= len(gpus):
+    if member not in ("trainer", "inference") or inference_gpus >= len(gpus):
         return gpus
     if member == "trainer":
-        return gpus[: len(gpus) - own]
-    return gpus[-own:] if own else gpus[:1]
+        return gpus[: len(gpus) - inference_gpus]
+    return gpus[-inference_gpus:] if inference_gpus else gpus[:1]

@@ -250,11 +250,11 @@ class RunLifecycle:
 
     async def _write_results(self) -> None:
         if self._spec.run_kind.has_plot:
-            how = await self._crew.run_to_end(PLOT, str(self._folder.path), timeout_s=_PLOT_TIMEOUT_S)
-            if how != Exit(code=0):
+            outcome = await self._crew.run_to_end(PLOT, str(self._folder.path), timeout_s=_PLOT_TIMEOUT_S)
+            if outcome != Exit(code=0):
                 excerpt = self._crew.excerpt(PLOT, 5)
                 self._writer.record_event(
-                    "warning", what=f"the plot could not be drawn: its program {how}", excerpt=excerpt
+                    "warning", what=f"the plot could not be drawn: its program {outcome}", excerpt=excerpt
                 )
         self._watchers.on_end()
         status = self._writer.status.model_copy(update={"state": "completed", "ended_at": time.time()})
@@ -265,8 +265,8 @@ class RunLifecycle:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            what = "The disk had no room for results.json; get_results derives the same from the other files."
-            self._writer.record_event("warning", what=what)
+            text = "The disk had no room for results.json; get_results derives the same from the other files."
+            self._writer.record_event("warning", what=text)
 
     def _write_final_status(self, state: State, reason: str = "") -> None:
         self._watchers.on_end()
@@ -365,8 +365,8 @@ class RunLifecycle:
         self._decide_if_completed()
 
     def _handle_exit(self, component: Component) -> None:
-        name, how, reports = component.name, component.exit, self._reports
-        assert how is not None
+        name, outcome, reports = component.name, component.exit, self._reports
+        assert outcome is not None
         self._hangs.forget(name)
         reports.close_member(name)
         samples_no_more = name in self._crew.drivers[1:] and "trainer" in reports.finished
@@ -380,11 +380,11 @@ class RunLifecycle:
         )
         # A member that reported the end of its work has finished, even if it was ended on its way out.
         done = name in reports.finished or (name == "policy" and name in reports.ready) or samples_no_more
-        if name in self._ended_when_done or (how.code == 0 and may_end) or (self._closing and done):
+        if name in self._ended_when_done or (outcome.code == 0 and may_end) or (self._closing and done):
             state = "finished"
         else:
             state = "stopped" if self._closing else "exited"
-        self._writer.set_member(name, state, pid=component.pid, exit_code=how.code)
+        self._writer.set_member(name, state, pid=component.pid, exit_code=outcome.code)
         if state == "exited":
             # scancel signals all processes of a job, and members may end before the keeper reads its own signal.
             if self._parent is None:

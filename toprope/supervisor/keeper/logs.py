@@ -74,12 +74,12 @@ def read_page(path: Path, *, lines: int = 100, before: int | None = None, secret
     parts = data.split(b"\n")
     if parts and not parts[-1]:
         parts.pop()
-    kept = parts[-lines:] if lines > 0 else []
-    if start and len(kept) == len(parts) > 1:
-        kept = kept[1:]
-    dropped = parts[: len(parts) - len(kept)]
+    page = parts[-lines:] if lines > 0 else []
+    if start and len(page) == len(parts) > 1:
+        page = page[1:]
+    dropped = parts[: len(parts) - len(page)]
     return LogPage(
-        [clean_line(part.decode(errors="replace"), secrets) for part in kept],
+        [clean_line(part.decode(errors="replace"), secrets) for part in page],
         start + sum(len(part) + 1 for part in dropped),
         size,
     )
@@ -88,10 +88,10 @@ def read_page(path: Path, *, lines: int = 100, before: int | None = None, secret
 def read_tail(path: Path, lines: int = 20, secrets: Iterable[str] = ()) -> list[str]:
     """Return the last non-empty lines of a log, also from its previous part if the newest has too few; none of a part
     that cannot be read."""
-    found: list[str] = []
+    tail: list[str] = []
     for part in (path, path.with_name(path.name + ".1")):
-        if len(found) < lines:
+        if len(tail) < lines:
             with suppress(Corrupt):
                 older = read_page(part, lines=lines * 2, secrets=secrets).lines
-                found = [line for line in older if line.strip()] + found
-    return found[-lines:]
+                tail = [line for line in older if line.strip()] + tail
+    return tail[-lines:]

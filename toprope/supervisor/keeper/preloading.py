@@ -110,7 +110,7 @@ class PreloadingSpawner:
     """
 
     def __init__(self, count: int, libraries: Sequence[str] = LIBRARIES, waiting: Preloaded | None = None) -> None:
-        self._left, self._local, self._libraries = count, LocalSpawner(), libraries
+        self._remaining, self._local, self._libraries = count, LocalSpawner(), libraries
         self._waiting = waiting
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -120,9 +120,9 @@ class PreloadingSpawner:
 
     def spawn(self, member: str, request: SpawnRequest) -> SpawnedGuard:
         """See `Spawner.spawn`."""
-        if not request.preloadable or request.inherits or self._left <= 0:
+        if not request.preloadable or request.inherits or self._remaining <= 0:
             return self._local.spawn(member, request)
-        self._left -= 1
+        self._remaining -= 1
         if self._socket is None:
             self._start(request)
         assert self._socket is not None
@@ -137,7 +137,7 @@ class PreloadingSpawner:
 
     def close(self) -> None:
         """See `Spawner.close`."""
-        self._left = 0
+        self._remaining = 0
         self.drop_waiting()
         self._end()
 
@@ -148,15 +148,15 @@ class PreloadingSpawner:
             self._waiting = None
 
     def _start(self, request: SpawnRequest) -> None:
-        found, self._waiting = self._waiting, None
-        if found is not None and not found.fits(request):
-            found.end()
-            found = None
-        if found is None:
+        preloaded, self._waiting = self._waiting, None
+        if preloaded is not None and not preloaded.fits(request):
+            preloaded.end()
+            preloaded = None
+        if preloaded is None:
             with open(request.log, "ab") as log:
                 room = _room_for(request)
-                found = Preloaded(request.variables, room, log.fileno(), request.folder, self._libraries)
-        self._process, ours = found.process, found.socket
+                preloaded = Preloaded(request.variables, room, log.fileno(), request.folder, self._libraries)
+        self._process, ours = preloaded.process, preloaded.socket
         ours.setblocking(False)
         self._socket, loop = ours, asyncio.get_running_loop()
         loop.add_reader(ours, self._read_answers)
@@ -179,13 +179,13 @@ class PreloadingSpawner:
             forked.set_pid(answer["pid"])
         else:
             forked.start_alone()
-        if not self._pending and self._left <= 0:
+        if not self._pending and self._remaining <= 0:
             self._disconnect()  # the process lets the last guard begin, then ends by itself
             self._reaper = asyncio.get_running_loop().create_task(self._reap())
 
     def _give_up(self) -> None:
         """End the process; what it has not started starts like all other programs."""
-        self._left = 0
+        self._remaining = 0
         self._end()
         while self._pending:
             self._pending.popleft().start_alone()

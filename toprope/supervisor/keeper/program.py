@@ -58,24 +58,24 @@ def main(
         keep: Holds the run in place of `keeping.keep`; for the program that holds a run whose keeper is elsewhere.
         log: Name of its log.
     """
-    given = _parse(sys.argv[1:] if arguments is None else arguments)
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
     handover: Handover | None = None
-    if given.standby_fd is not None:
-        handover = _await_run(given.standby_fd, given.standby_seconds)
+    if options.standby_fd is not None:
+        handover = _await_run(options.standby_fd, options.standby_seconds)
         if handover is None:
             return 0
-        given.folder, given.lock_fd, given.ready_fd = handover.folder, handover.lock_fd, handover.ready_fd
-    path, lock_fd, ready_fd = given.folder.resolve(), given.lock_fd, given.ready_fd
+        options.folder, options.lock_fd, options.ready_fd = handover.folder, handover.lock_fd, handover.ready_fd
+    path, lock_fd, ready_fd = options.folder.resolve(), options.lock_fd, options.ready_fd
     # A signal that arrives before the event loop runs stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
     parent = os.getppid()
     os.umask(0o077)
-    if given.keys_fd is not None:
-        with open(given.keys_fd, encoding="utf-8") as file:
+    if options.keys_fd is not None:
+        with open(options.keys_fd, encoding="utf-8") as file:
             os.environ.update(json.loads(file.read() or "{}"))
-    if given.variables:
-        _take_variables(path / given.variables)
-    if not given.foreground:
+    if options.variables:
+        _take_variables(path / options.variables)
+    if not options.foreground:
         if handover is None:
             _detach()
         redirect(path / "logs" / f"{log}.log")
@@ -94,7 +94,7 @@ def main(
 
         keep = keeping.keep
     waited = {} if handover is None else {"preloaded": handover.preloaded}
-    return keep(path, lock, programs, parent if given.foreground else None, given.variables or "", **waited)
+    return keep(path, lock, programs, parent if options.foreground else None, options.variables or "", **waited)
 
 
 def _await_run(descriptor: int, seconds: float) -> Handover | None:
@@ -122,20 +122,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--standby-fd", type=int, help="socket to wait at for a run")
     parser.add_argument("--standby-seconds", type=float, default=600.0, help="the longest wait")
     parser.add_argument("--padding", help="room for the arguments to be shown later")
-    given = parser.parse_args(arguments)
-    if (given.folder is None) == (given.standby_fd is None):
+    options = parser.parse_args(arguments)
+    if (options.folder is None) == (options.standby_fd is None):
         parser.error("give a run folder or --standby-fd")
-    return given
+    return options
 
 
 def _take_variables(path: Path) -> None:
     """Adopt the variables in a file, except those that this node sets itself, and remove the file."""
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        variables = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return  # a second keeper, which finds out below
     path.unlink(missing_ok=True)
-    os.environ.update(given | os.environ)
+    os.environ.update(variables | os.environ)
 
 
 def _detach() -> None:

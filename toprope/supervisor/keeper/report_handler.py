@@ -135,14 +135,14 @@ class ReportHandler:
                 self._set_ready(component, closing)
             case Renewed():
                 writer.count_worker_restart(name)
-                what = f"{report.what} is started again ({report.number} of {report.limit}): {report.reason}"
+                text = f"{report.what} is started again ({report.number} of {report.limit}): {report.reason}"
                 detail = {"reason": report.reason, "restart": report.number, "of": report.limit}
-                writer.record_event("restart", what=what, component=report.what, **detail)
+                writer.record_event("restart", what=text, component=report.what, **detail)
             case Progress():
                 writer.show_progress(report)
             case Skipping():
-                what = f"gathering groups for a step ({sum(report.dropped.values())} in a row left out)"
-                writer.show_progress(Progress(what, report.kept, report.wanted))
+                text = f"gathering groups for a step ({sum(report.dropped.values())} in a row left out)"
+                writer.show_progress(Progress(text, report.kept, report.wanted))
             case Finished():
                 self.finished.add(name)
                 writer.set_member(name, "finished")

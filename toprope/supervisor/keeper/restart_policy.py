@@ -128,9 +128,9 @@ class RestartPolicy:
             except Corrupt as error:
                 self._fail(Failure(component=name, reason=error.message, hint=error.hint))
         await self._crew.reap_after(component)
-        left = since + wait_s - self._loop.time()
-        if left > 0:
-            await asyncio.wait({self._decided}, timeout=left)
+        seconds_left = since + wait_s - self._loop.time()
+        if seconds_left > 0:
+            await asyncio.wait({self._decided}, timeout=seconds_left)
         if self._decided.done():
             return
         self._launch(name)
@@ -143,13 +143,13 @@ class RestartPolicy:
         Raises:
             Corrupt: There are checkpoints, but none of them is sound.
         """
-        found, damaged = await asyncio.to_thread(newest_sound, self._folder, hash_bytes=_HASH_BYTES)
-        if found is None and damaged:
+        checkpoint, damaged = await asyncio.to_thread(newest_sound, self._folder, hash_bytes=_HASH_BYTES)
+        if checkpoint is None and damaged:
             raise no_sound_checkpoint(self._folder, damaged)
         for damage in damaged:
             self._writer.record_event("warning", what=f"{damage} It is kept as {set_aside(damage.path).name}.")
-        self._crew.checkpoint = None if found is None else found.path
-        self._writer.update(checkpoint=None if found is None else found.told(self._folder))
+        self._crew.checkpoint = None if checkpoint is None else checkpoint.path
+        self._writer.update(checkpoint=None if checkpoint is None else checkpoint.told(self._folder))
 
     def _check_ready(self, component: Component, limit_s: float) -> None:
         name = component.name
@@ -161,20 +161,20 @@ class RestartPolicy:
         self._loop.call_later(_KILL_GUARD_AFTER_S, component.kill_guard)
 
     def _may_restart(self, component: Component) -> bool:
-        name, how, reported = component.name, component.exit, self._reports.failures.get(component.name)
+        name, outcome, reported = component.name, component.exit, self._reports.failures.get(component.name)
         if self._section.restarts == 0:
             return False
         if reported is not None:
             return reported.again
-        by_itself = how is not None and how.code is not None and component not in self._hung
+        by_itself = outcome is not None and outcome.code is not None and component not in self._hung
         return self._reports.was_ready(name) or not by_itself
 
     def _give_up(self, component: Component, failure: Failure) -> None:
         """Fail the run, or go on without the member if the run can."""
         name = component.name
         if name in optional_members_of(self._spec):
-            what = f"{name} failed, the run goes on without it: {failure.reason}"
-            self._writer.record_event("warning", what=what)
+            text = f"{name} failed, the run goes on without it: {failure.reason}"
+            self._writer.record_event("warning", what=text)
             reason = f"{failure.reason} {failure.hint}".strip()
             if name in ("policy", "inference"):
                 self._crew.send_until_settled("environment", Without(name, reason))
@@ -183,7 +183,7 @@ class RestartPolicy:
 
     def _describe_failure(self, component: Component) -> Failure:
         """Describe a member's end: its own report, or how its process ended."""
-        name, how, reported = component.name, component.exit, self._reports.failures.get(component.name)
+        name, outcome, reported = component.name, component.exit, self._reports.failures.get(component.name)
         state = self._writer.state
         if reported is not None:
             reason, hint = reported.reason, reported.hint
@@ -191,18 +191,18 @@ class RestartPolicy:
             hint = f"read_logs(component={name!r}) shows what it printed."
             if component in self._hung:
                 reason = self._hung[component]
-            elif how is not None and how.code == 0:
+            elif outcome is not None and outcome.code == 0:
                 reason = f"{name} ended while the run was {state}, before its work was done."
             else:
-                reason = f"{name} {how} while the run was {state}."
-                if how is not None and how.signal == "SIGKILL":
+                reason = f"{name} {outcome} while the run was {state}."
+                if outcome is not None and outcome.signal == "SIGKILL":
                     hint = "Nobody here sent that signal: the system does when memory runs out. " + hint
         return Failure(
             component=name,
             reason=reason,
             hint=hint,
-            exit_code=how.code if how else None,
-            signal=how.signal if how else None,
+            exit_code=outcome.code if outcome else None,
+            signal=outcome.signal if outcome else None,
             excerpt=self._crew.excerpt(name),
         )
 

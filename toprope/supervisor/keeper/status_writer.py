@@ -101,24 +101,24 @@ class StatusWriter:
 
     def set_member(self, name: str, state: str, **fields: Any) -> None:
         """Set the state of one crew member and schedule a write."""
-        known = self.status.crew.get(name)
-        fields.setdefault("pid", known.pid if known else None)
-        fields.setdefault("node", known.node if known else None)
+        former = self.status.crew.get(name)
+        fields.setdefault("pid", former.pid if former else None)
+        fields.setdefault("node", former.node if former else None)
         for counter in ("restarts", "worker_restarts"):
-            fields.setdefault(counter, getattr(known, counter, 0))
-        since = known.since if known and known.state == state else time.time()
+            fields.setdefault(counter, getattr(former, counter, 0))
+        since = former.since if former and former.state == state else time.time()
         member = CrewMember.model_validate({"state": state, "since": since, **fields})
         self.update(crew={**self.status.crew, name: member})
 
     def count_restart(self, name: str) -> None:
         """Count one more restart of a member by the keeper."""
-        known = self.status.crew[name]
-        self.set_member(name, known.state, exit_code=known.exit_code, restarts=known.restarts + 1)
+        member = self.status.crew[name]
+        self.set_member(name, member.state, exit_code=member.exit_code, restarts=member.restarts + 1)
 
     def count_worker_restart(self, name: str) -> None:
         """Count one more restart of a worker by its member."""
-        known = self.status.crew[name]
-        self.set_member(name, known.state, exit_code=known.exit_code, worker_restarts=known.worker_restarts + 1)
+        member = self.status.crew[name]
+        self.set_member(name, member.state, exit_code=member.exit_code, worker_restarts=member.worker_restarts + 1)
 
     def reset_pace(self) -> None:
         """Measure the pace of steps anew, because the trainer goes back to a checkpoint."""
@@ -134,11 +134,11 @@ class StatusWriter:
         value, share = report.value, report.successes / report.tasks if report.tasks else 0.0
         position = {"knob": report.knob, "value": value, "level": report.level, "levels": report.levels}
         self.update(curricula={**self.status.curricula, report.environment: position})
-        what = (
+        text = (
             f"{report.environment}: {report.knob} is {value!r} now, level {report.level + 1} of {report.levels}; "
             f"{share:.0%} of {report.tasks} validation tasks of the level before were solved at step {report.step}"
         )
-        self.record_event("curriculum", what=what, step=report.step, environment=report.environment, **position)
+        self.record_event("curriculum", what=text, step=report.step, environment=report.environment, **position)
 
     def show_step(self, step: Stepped, limit_s: float | None = None) -> None:
         """Show an optimizer step and the seconds that remain: the trainer's own figure (`eta_s` of the values), or an
@@ -246,9 +246,9 @@ def _sync(folder: RunFolder) -> None:
 
 def _values_by_environment(values: Mapping[str, float | None]) -> dict[str, Any]:
     """Reward, success and share of each environment of a mixture, by its label; empty for a single environment."""
-    found: dict[str, dict[str, float]] = {}
+    by_label: dict[str, dict[str, float]] = {}
     for key, value in values.items():
         head, _, name = key.rpartition("/")
         if head.startswith(_ENVIRONMENT_PREFIX) and name in _ENVIRONMENT_VALUES and value is not None:
-            found.setdefault(head.removeprefix(_ENVIRONMENT_PREFIX), {})[name] = value
-    return {"environments": found} if found else {}
+            by_label.setdefault(head.removeprefix(_ENVIRONMENT_PREFIX), {})[name] = value
+    return {"environments": by_label} if by_label else {}

@@ -32,8 +32,8 @@ class LauncherByKind:
         """See `Launcher.submit`."""
         specification = Specification.read(folder)
         # A run that starts others computes nothing itself, and the runs that it starts go to the cluster.
-        here = specification.config.launcher.kind == "local" or specification.run_kind.starts_runs
-        (self._local if here else self._cluster).submit(folder, variables, lock)
+        is_local = specification.config.launcher.kind == "local" or specification.run_kind.starts_runs
+        (self._local if is_local else self._cluster).submit(folder, variables, lock)
 
     def status(self, folder: RunFolder, *, locked: bool = False) -> KeeperState:
         """See `Launcher.status`."""

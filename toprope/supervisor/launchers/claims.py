@@ -50,8 +50,8 @@ def begun_at(folder: RunFolder, attempt: int) -> float | None:
 def _read(folder: RunFolder, attempt: int | str) -> tuple[str, float | None]:
     """Who claimed an attempt, and when; empty and None if nobody did, or the file is not yet written."""
     try:
-        said = read_json(folder.crew / f"claim-{attempt}")
-        return str(said["by"]), float(said["at"]) if "at" in said else None
+        record = read_json(folder.crew / f"claim-{attempt}")
+        return str(record["by"]), float(record["at"]) if "at" in record else None
     except (TopropeError, KeyError, TypeError, ValueError):
         return "", None
 

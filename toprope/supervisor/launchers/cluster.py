@@ -103,17 +103,17 @@ class ClusterLauncher:
             deadline=now + _SUBMITTED_WITHIN_S,
             mirror="" if cluster.mirror is None else f"{cluster.mirror.host}:{free_port(cluster.mirror)}",
         )
-        handed_over = folder.path / variables_name(attempt)
-        tried = {ENV_CONTAINMENT: self._contained(), ENV_WALLS: self._walls().encode()}
+        variables_path = folder.path / variables_name(attempt)
+        decisions = {ENV_CONTAINMENT: self._contained(), ENV_WALLS: self._walls().encode()}
         if launch.mirror:  # the cluster has no home of the owner
-            variables = {component: given for component, given in variables.items() if component != OWNERS_HOME}
-        write_json(handed_over, far_keeper_variables(variables) | tried)
+            variables = {component: values for component, values in variables.items() if component != OWNERS_HOME}
+        write_json(variables_path, far_keeper_variables(variables) | decisions)
         launch.write(folder)
         view = self._view(cluster)
         try:
             view.engine.submit(request_for(folder, specification, cluster, attempt, self._command, launch))
         except Refused:
-            handed_over.unlink(missing_ok=True)
+            variables_path.unlink(missing_ok=True)
             launch.model_copy(update={"deadline": 0.0}).write(folder)  # a resume need not wait for the job
             raise
         except Unreachable:
@@ -136,9 +136,9 @@ class ClusterLauncher:
         """See `Launcher.status`."""
         launch = Launch.read(folder)
         mirrored = launch is not None and bool(launch.mirror)
-        kept = (not locked and not mirrored and is_held(folder.lock)) or is_beating(folder)
+        alive = (not locked and not mirrored and is_held(folder.lock)) or is_beating(folder)
         if launch is None or claimed_by_front_end(folder, launch.attempt):
-            return KeeperState("alive" if kept else "gone", "It was stopped before its job began.")
+            return KeeperState("alive" if alive else "gone", "It was stopped before its job began.")
         if (
             mirrored
             and not locked
@@ -150,29 +150,31 @@ class ClusterLauncher:
         try:
             title, job = self._look(launch)
         except Unreachable as error:
-            return KeeperState("alive" if kept else "unknown", f"Nothing is known of its job: {error}")
-        begun = None if kept or launch.delivery else begun_at(folder, launch.attempt)
+            return KeeperState("alive" if alive else "unknown", f"Nothing is known of its job: {error}")
+        begun = None if alive or launch.delivery else begun_at(folder, launch.attempt)
         is_over = begun is not None and time.time() - begun > _LISTED_WITHIN_S  # its engine lost it, as Ray's head may
         if job is None and time.time() < launch.deadline and not is_over:
             return KeeperState("alive", f"It is being submitted to {title}.")
-        if job is not None and (job.phase in ("waiting", "running") or (job.phase == "ending" and kept)):
-            silent = mirrored and not kept and job.phase == "running"
-            told = f"Its cluster has not been heard of for {BEATING_S:g} s; what is shown is old." if silent else ""
+        if job is not None and (job.phase in ("waiting", "running") or (job.phase == "ending" and alive)):
+            silent = mirrored and not alive and job.phase == "running"
+            note = f"Its cluster has not been heard of for {BEATING_S:g} s; what is shown is old." if silent else ""
             if not silent and (folder.crew / FULL).exists():
-                told = "The copy here has reached mirror.most_mb; files beyond it stay on the cluster."
-            return KeeperState("alive", f"{title}: {job.told}" if job.told else told)
-        word = f"{title} ended its job {job.handle}: {job.told or job.word}." if job else f"{title} knows no job of it."
-        if kept and not locked:
-            write_end_order(folder, launch.attempt, word)
-        if kept or not mirrored:
-            return KeeperState("alive" if kept else "gone", word)
-        return self._deliver(folder, launch, word, locked=locked)
+                note = "The copy here has reached mirror.most_mb; files beyond it stay on the cluster."
+            return KeeperState("alive", f"{title}: {job.told}" if job.told else note)
+        reason = (
+            f"{title} ended its job {job.handle}: {job.told or job.word}." if job else f"{title} knows no job of it."
+        )
+        if alive and not locked:
+            write_end_order(folder, launch.attempt, reason)
+        if alive or not mirrored:
+            return KeeperState("alive" if alive else "gone", reason)
+        return self._deliver(folder, launch, reason, locked=locked)
 
-    def _deliver(self, folder: RunFolder, launch: Launch, word: str, *, locked: bool) -> KeeperState:
+    def _deliver(self, folder: RunFolder, launch: Launch, reason: str, *, locked: bool) -> KeeperState:
         """Have a job bring what the cluster kept of a run whose job is gone, unless everything has arrived."""
-        over = Status.read(folder).ended_at is not None
-        if (over and not wanted(folder)) or (not over and claim(folder, launch.attempt, by=FRONT_END)):
-            return KeeperState("gone", word)  # a job that never began left nothing
+        has_ended = Status.read(folder).ended_at is not None
+        if (has_ended and not wanted(folder)) or (not has_ended and claim(folder, launch.attempt, by=FRONT_END)):
+            return KeeperState("gone", reason)  # a job that never began left nothing
         now, number = time.time(), launch.delivery + 1
         if not locked and (number == 1 or now - launch.submitted_at >= _DELIVERY_AGAIN_S * 2 ** min(number, 8)):
             name, deadline = f"{folder.run_id}.{launch.attempt}.{number}", now + _SUBMITTED_WITHIN_S
@@ -185,8 +187,8 @@ class ClusterLauncher:
                 self._view(cluster).engine.submit(request)
                 self._view(cluster).forget()
             except TopropeError as error:
-                return KeeperState("unknown", f"{word} No job could be started that brings the rest of it: {error}")
-        return KeeperState("unknown", f"{word} Another job brings what the cluster kept of the run.")
+                return KeeperState("unknown", f"{reason} No job could be started that brings the rest of it: {error}")
+        return KeeperState("unknown", f"{reason} Another job brings what the cluster kept of the run.")
 
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:
         """See `Launcher.stop`. A job that waits is cancelled, so that its run ends at once."""
@@ -247,9 +249,9 @@ def request_for(
         keys = ("kind", "partition", "account", "features")
         section = LauncherSection.model_validate({key: getattr(section, key) for key in keys})
     home = Path(cluster.mirror.home)
-    way = [str(home), name, "" if launch is None else launch.mirror, cluster.mirror.key_file]
+    options = [str(home), name, "" if launch is None else launch.mirror, cluster.mirror.key_file]
     network = ["trusted"] if cluster.network == "trusted" else []
-    command = [*(command or [python, *KEEPER[1:-1], _FAR]), *way, *network]
+    command = [*(command or [python, *KEEPER[1:-1], _FAR]), *options, *network]
     return JobRequest(name, command, home, home / "jobs.log", section)
 
 

@@ -113,9 +113,9 @@ class LocalLauncher:
             if process.poll() is None:
                 process.kill()
             process.wait()
-            last = "; ".join(read_tail(folder.log(self._log), 3))
+            last_lines = "; ".join(read_tail(folder.log(self._log), 3))
             raise ComponentFailed(
-                f"The keeper of {folder.run_id} did not start: {last or 'it printed nothing'}.",
+                f"The keeper of {folder.run_id} did not start: {last_lines or 'it printed nothing'}.",
                 hint=f"{folder.log('keeper')} has more.",
             )
         # This process exits as soon as it has forked the keeper.

@@ -34,9 +34,9 @@ HELD = "held"
 
 def facts(folder: Path) -> dict[str, Any]:
     """Return what this node offers. `lock_carried`: the lock that the front end holds is seen as held here."""
-    own = RunLock.acquire(folder / "probe.lock")
-    if own is not None:
-        own.release()
+    lock = RunLock.acquire(folder / "probe.lock")
+    if lock is not None:
+        lock.release()
     clock = folder / ".clock"
     clock.touch()
     parent = psutil.Process().parent()
@@ -50,7 +50,7 @@ def facts(folder: Path) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpu_names(),
         "lock_carried": is_held(folder / HELD),
-        "locks": own is not None,
+        "locks": lock is not None,
         "clock_ahead_s": time.time() - clock.stat().st_mtime,
         "containment": contained.level,
         "containment_why": contained.why,

@@ -33,10 +33,10 @@ class RayEngine:
     def submit(self, request: JobRequest) -> None:
         """See `Engine.submit`. Ray answers 500 to a second job of one id, so the id is looked up first."""
         try:
-            known = self._ask("GET", f"/api/jobs/{request.name}")
+            existing = self._ask("GET", f"/api/jobs/{request.name}")
         except Unreachable as error:
             raise Refused(str(error), hint="Nothing was started. Start it again once Ray answers.") from None
-        if known.status_code == httpx.codes.OK:
+        if existing.status_code == httpx.codes.OK:
             return
         limit = time.monotonic() + _RETRIES_S
         answer = self._ask("POST", "/api/jobs/", json=self._job(request))
@@ -45,7 +45,7 @@ class RayEngine:
             answer = self._ask("POST", "/api/jobs/", json=self._job(request))
         if answer.status_code != httpx.codes.OK:
             raise Refused(
-                f"Ray refused the job: {_said(answer)}.",
+                f"Ray refused the job: {_summarize_answer(answer)}.",
                 hint="Nothing was started. Change launcher.resources or features, or look at Ray's dashboard.",
             )
 
@@ -69,7 +69,7 @@ class RayEngine:
         """See `Engine.jobs`."""
         answer = self._ask("GET", "/api/jobs/")
         if answer.status_code != httpx.codes.OK:
-            raise Unreachable(f"Ray answered: {_said(answer)}.")
+            raise Unreachable(f"Ray answered: {_summarize_answer(answer)}.")
         try:
             listed = [entry for entry in answer.json() if entry.get("submission_id")]
             return {str(entry["submission_id"]): _job(entry) for entry in listed}
@@ -90,7 +90,7 @@ class RayEngine:
         parts += [f"on each of {request.launcher.nodes} nodes" if request.launcher.nodes > 1 else ""]
         return f"Ray: {', '.join(part for part in parts if part)}, at {self._cluster.address}"
 
-    def _ask(self, method: str, path: str, **named: Any) -> httpx.Response:
+    def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
             token = self._cluster.token()
         except InvalidValue as error:
@@ -98,7 +98,7 @@ class RayEngine:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             with httpx.Client(timeout=_ANSWER_S[method], transport=self._transport, trust_env=False) as client:
-                answer = client.request(method, self._cluster.address + path, headers=headers, **named)
+                answer = client.request(method, self._cluster.address + path, headers=headers, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unreachable(f"{self._cluster.address} gave no answer ({type(error).__name__}).") from None
         # A gateway that refuses a job, for a quota, has accepted the token: the id was looked up with it.
@@ -118,7 +118,7 @@ def _job(entry: Mapping[str, Any]) -> Job:
     )
 
 
-def _said(answer: httpx.Response) -> str:
+def _summarize_answer(answer: httpx.Response) -> str:
     """Return the last line of an answer, from outside and therefore shortened."""
     lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
     return f"{answer.status_code}, {visible(lines[-1] if lines else '', 300)}".rstrip(" ,.")

@@ -63,7 +63,7 @@ class SlurmEngine:
         done = self._ask("sbatch", ["--parsable", *self._options(request)], "\n".join(lines))
         if done.returncode:
             raise Refused(
-                f"Slurm refused the job: {_said(done)}.",
+                f"Slurm refused the job: {_summarize_output(done)}.",
                 hint="Nothing was started. Change launcher.partition, account, resources or time_limit_minutes.",
             )
 
@@ -93,18 +93,18 @@ class SlurmEngine:
         """See `Engine.jobs`. Slurm forgets ended jobs after MinJobAge, 300 s by default."""
         done = self._ask("squeue", ["--noheader", "--states=all", f"--user={getpass.getuser()}", f"--format={_FIELDS}"])
         if done.returncode:
-            raise Unreachable(f"squeue answered: {_said(done)}.")
-        found: dict[str, Job] = {}
+            raise Unreachable(f"squeue answered: {_summarize_output(done)}.")
+        jobs: dict[str, Job] = {}
         for line in done.stdout.splitlines():
             handle, word, start, nodes, host, reason, name = (line.split("|", 6) + [""] * 6)[:7]
             # Of two jobs with one name the later one is listed under a greater number.
-            if name not in found or _number(handle) > _number(found[name].handle):
+            if name not in jobs or _number(handle) > _number(jobs[name].handle):
                 if _phase(word) == "running" and host not in self._hosts(nodes, host):
                     # --no-kill leaves the job its other nodes for ever, but its keeper is not on them.
-                    found[name] = Job(handle, "ended", word, f"its first node {host} failed", holds_nodes=True)
+                    jobs[name] = Job(handle, "ended", word, f"its first node {host} failed", holds_nodes=True)
                 else:
-                    found[name] = Job(handle, _phase(word), word, _told(word, reason, start, nodes))
-        return found
+                    jobs[name] = Job(handle, _phase(word), word, _explain_job(word, reason, start, nodes))
+        return jobs
 
     def _hosts(self, nodes: str, host: str) -> Collection[str]:
         """Return the names of a list of nodes as Slurm abbreviates it; `host` if it cannot be told."""
@@ -124,14 +124,14 @@ class SlurmEngine:
 
     def describe(self, request: JobRequest) -> str:
         """See `Engine.describe`."""
-        shown = ("--nodes", "--cpus", "--mem", "--gpus", "--partition", "--account", "--constraint", "--time")
-        return "Slurm: " + " ".join(option for option in self._options(request) if option.startswith(shown))
+        prefixes = ("--nodes", "--cpus", "--mem", "--gpus", "--partition", "--account", "--constraint", "--time")
+        return "Slurm: " + " ".join(option for option in self._options(request) if option.startswith(prefixes))
 
     def _ask(self, program: str, options: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
-        own = {"SLURM_CONF": str(Path(self._cluster.config).expanduser())} if self._cluster.config else {}
+        configuration = {"SLURM_CONF": str(Path(self._cluster.config).expanduser())} if self._cluster.config else {}
         # No key of the server reaches the job, whatever the site makes of --export.
         variables = {name: value for name, value in os.environ.items() if name in _PASSED or name.startswith("SLURM_")}
-        variables |= own
+        variables |= configuration
         path = str(Path(self._cluster.commands).expanduser() / program) if self._cluster.commands else program
         try:
             done = self._run([path, *options], text, variables)
@@ -139,9 +139,9 @@ class SlurmEngine:
             raise Unreachable(f"{program} gave no answer within {_ANSWER_S:g} s.") from None
         except (OSError, ValueError) as error:  # ValueError: a NUL in an option
             raise Unreachable(f"{program} cannot be run: {getattr(error, 'strerror', None) or error}.") from None
-        last = done.stderr.strip().casefold().rpartition("\n")[2]
-        if done.returncode and any(part in last for part in _UNREACHABLE):
-            raise Unreachable(f"{program} answered: {_said(done)}.")
+        last_line = done.stderr.strip().casefold().rpartition("\n")[2]
+        if done.returncode and any(part in last_line for part in _UNREACHABLE):
+            raise Unreachable(f"{program} answered: {_summarize_output(done)}.")
         return done
 
 
@@ -159,7 +159,7 @@ def _phase(word: str) -> Phase:
     return "ending" if word == "COMPLETING" else "ended"
 
 
-def _told(word: str, reason: str, start: str, nodes: str) -> str:
+def _explain_job(word: str, reason: str, start: str, nodes: str) -> str:
     """Say why a job waits, or how it ended; nothing about a job that runs."""
     if word == "PENDING":
         day, _, clock = start.partition("T")
@@ -169,8 +169,8 @@ def _told(word: str, reason: str, start: str, nodes: str) -> str:
     return word + (f" ({reason})" if reason not in ("None", "") else "") + (f" on {nodes}" if nodes else "")
 
 
-def _said(done: subprocess.CompletedProcess[str]) -> str:
+def _summarize_output(done: subprocess.CompletedProcess[str]) -> str:
     """Return the last words of a command, from outside and therefore shortened."""
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    said = " ".join(lines[-2:]).removeprefix("sbatch: ").removeprefix("error: ")
-    return visible(said, 300).rstrip(".") or f"exit status {done.returncode}"
+    text = " ".join(lines[-2:]).removeprefix("sbatch: ").removeprefix("error: ")
+    return visible(text, 300).rstrip(".") or f"exit status {done.returncode}"

@@ -145,15 +145,15 @@ class Standby:
                 if self._waiting is not None and self._waiting.fits(variables):
                     self._waiting.wait_on()
                     return
-            made = _start(variables, seconds)
+            keeper = _start(variables, seconds)
         except Exception:  # of the owner's files, or no process is left: runs start as always
             logger.debug("no keeper waits", exc_info=True)
             return
         with self._lock:
             if number == self._latest:
-                self._waiting, made = made, self._waiting
-        if made is not None:
-            made.end()
+                self._waiting, keeper = keeper, self._waiting
+        if keeper is not None:
+            keeper.end()
 
     def take(self, variables: Mapping[str, str]) -> Waiting | None:
         """Return the keeper that waits, which the caller closes; None if no keeper waits for such a run.
@@ -165,16 +165,16 @@ class Standby:
             self._latest += 1
             if self._waiting is None or not self._waiting.fits(variables):
                 return None
-            found, self._waiting = self._waiting, None
-            return found
+            waiting, self._waiting = self._waiting, None
+            return waiting
 
     def close(self) -> None:
         """End the keeper that waits."""
         with self._lock:
             self._latest += 1
-            found, self._waiting = self._waiting, None
-        if found is not None:
-            found.end()
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.end()
 
 
 def _start(variables: dict[str, str], seconds: float) -> Waiting:
@@ -200,12 +200,12 @@ def _start(variables: dict[str, str], seconds: float) -> Waiting:
             )
         ours.settimeout(_DETACHES_WITHIN_S)
         try:
-            said = ours.recv(256)
+            message = ours.recv(256)
             ours.send(json.dumps({"variables": variables}).encode())
         finally:
             process.kill()  # by now it has forked the keeper and ended
             process.wait()
-        return Waiting(variables, ours, os.pidfd_open(json.loads(said)["pid"]), installed)
+        return Waiting(variables, ours, os.pidfd_open(json.loads(message)["pid"]), installed)
     except BaseException:
         ours.close()
         raise
@@ -213,5 +213,5 @@ def _start(variables: dict[str, str], seconds: float) -> Waiting:
 
 def _installed() -> tuple[int, ...]:
     """Return when the packages were written whose files a keeper imports early and late: they must be of one state."""
-    found = (find_spec(name) for name in ("toprope", "torch", "transformers"))
-    return tuple(os.stat(one.origin).st_mtime_ns for one in found if one is not None and one.origin)
+    specs = (find_spec(name) for name in ("toprope", "torch", "transformers"))
+    return tuple(os.stat(spec.origin).st_mtime_ns for spec in specs if spec is not None and spec.origin)

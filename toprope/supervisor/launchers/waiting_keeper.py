@@ -101,8 +101,8 @@ def _await_order(front_end: socket.socket, preloaded: Preloaded, seconds: float)
         poll.register(front_end, select.POLLIN)
         poll.register(child, select.POLLIN)
         while True:
-            found = dict(poll.poll(1000 * seconds))
-            if child in found or front_end.fileno() not in found:
+            ready = dict(poll.poll(1000 * seconds))
+            if child in ready or front_end.fileno() not in ready:
                 return {}, []
             order, descriptors = _receive(front_end)
             if "folder" in order or not order:

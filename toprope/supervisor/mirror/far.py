@@ -58,19 +58,19 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     hide_memory()
     folder = RunFolder(Path(home) / "runs" / run_id)
     try:
-        begun = _begin(wire, folder, job)
+        assignment = _begin(wire, folder, job)
     except (Refused, httpx.HTTPError) as error:
         print(f"{server} did not give the run {run_id}: {error!r}", file=sys.stderr)
         return ALREADY_KEPT
     program.redirect(folder.log("keeper"))
-    walls = _walls(begun["variables"], Path(home), Path(key_file), _input_places(folder, begun["inputs"]))
-    os.environ.update(begun["variables"] | os.environ | walls)
+    walls = _walls(assignment["variables"], Path(home), Path(key_file), _input_places(folder, assignment["inputs"]))
+    os.environ.update(assignment["variables"] | os.environ | walls)
     # As in a keeper: signals wait for its event loop, and none reaches the thread.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
-    sender = Sender(folder, wire, begun["attempt"])
+    sender = Sender(folder, wire, assignment["attempt"])
     code = 0
-    if begun["delivery"]:
-        if not _settle(folder, begun["attempt"]):
+    if assignment["delivery"]:
+        if not _settle(folder, assignment["attempt"]):
             return ALREADY_KEPT
         sender.start()
     else:
@@ -90,9 +90,9 @@ def _walls(variables: Mapping[str, str], home: Path, key_file: Path, inputs: Map
     """
     walls = Walls.from_variables(variables)
     homes = None if walls.homes is None else str(home / "homes")
-    agents = tuple(here for file, here in inputs.items() if walls.wrote_agent(file))
-    here = replace(walls, closed=(str(home), str(key_file.expanduser())), homes=homes, agents=agents)
-    return {ENV_WALLS: here.encode()}
+    agents = tuple(local_path for file, local_path in inputs.items() if walls.wrote_agent(file))
+    local_walls = replace(walls, closed=(str(home), str(key_file.expanduser())), homes=homes, agents=agents)
+    return {ENV_WALLS: local_walls.encode()}
 
 
 def _begin(wire: Wire, folder: RunFolder, job: str) -> dict[str, Any]:
@@ -105,11 +105,11 @@ def _begin(wire: Wire, folder: RunFolder, job: str) -> dict[str, Any]:
     limit = time.monotonic() + _BEGIN_S
     while True:
         try:
-            begun: dict[str, Any] = wire.ask("POST", "/begin", json={"job": job}).json()
-            if not begun["delivery"] and not _is_free(folder):
+            assignment: dict[str, Any] = wire.ask("POST", "/begin", json={"job": job}).json()
+            if not assignment["delivery"] and not _is_free(folder):
                 raise Refused(f"{folder.path} has another keeper")
-            _fetch(wire, folder, begun)
-            return begun
+            _fetch(wire, folder, assignment)
+            return assignment
         except httpx.HTTPError as error:
             if time.monotonic() >= limit:
                 raise
@@ -122,30 +122,30 @@ def _is_free(folder: RunFolder) -> bool:
     return not (is_held(folder.lock) or is_beating(folder))
 
 
-def _fetch(wire: Wire, folder: RunFolder, begun: dict[str, Any]) -> None:
+def _fetch(wire: Wire, folder: RunFolder, assignment: dict[str, Any]) -> None:
     """Fetch from the server what this folder lacks. What the server says of a new attempt holds; if the folder has the
     attempt already, the folder is right, and the server has a part of it."""
     if not folder.path.is_dir():
         RunFolder.create(folder.path.parent, folder.run_id)
-    moves = _input_places(folder, begun["inputs"])
+    moves = _input_places(folder, assignment["inputs"])
     for number, place in enumerate(moves.values()):
         wire.fetch(f"input/{number}", Path(place))
-    moves |= {begun["environments"]: str(shipped.ENVIRONMENTS), begun["home"]: str(folder.path.parent.parent)}
+    moves |= {assignment["environments"]: str(shipped.ENVIRONMENTS), assignment["home"]: str(folder.path.parent.parent)}
     try:
-        keeps = begun["delivery"] and Status.read(folder).attempt >= begun["attempt"]
+        keeps = assignment["delivery"] and Status.read(folder).attempt >= assignment["attempt"]
     except TopropeError:
         keeps = False
-    replaced = {"events.jsonl", "status.json"}.intersection(begun["files"]) if not keeps else set()
+    replaced = {"events.jsonl", "status.json"}.intersection(assignment["files"]) if not keeps else set()
     for name in ("spec.json", "launch.json", *replaced):
         _replace(wire, folder, name, moves if name == "spec.json" else {})
     if keeps:
         return
-    found, _ = newest_sound(folder, hash_bytes=_HASH_BYTES)
-    for name in begun["files"]:
-        if not (folder.path / name).exists() and not (name.startswith("checkpoints/") and found is not None):
+    checkpoint, _ = newest_sound(folder, hash_bytes=_HASH_BYTES)
+    for name in assignment["files"]:
+        if not (folder.path / name).exists() and not (name.startswith("checkpoints/") and checkpoint is not None):
             _replace(wire, folder, name, {})
-    if not begun["delivery"]:
-        _prepare(folder, begun["files"])
+    if not assignment["delivery"]:
+        _prepare(folder, assignment["files"])
 
 
 def _input_places(folder: RunFolder, inputs: Sequence[str]) -> dict[str, str]:
@@ -159,16 +159,16 @@ def _replace(wire: Wire, folder: RunFolder, name: str, moves: Mapping[str, str])
     partial = target.with_name(f".{target.name}.partial")
     wire.fetch(name, partial)
     if moves:
-        write_json(partial, _moved(json.loads(partial.read_bytes()), moves))
+        write_json(partial, _translate_paths(json.loads(partial.read_bytes()), moves))
     os.replace(partial, target)
 
 
-def _moved(value: Any, moves: Mapping[str, str]) -> Any:
+def _translate_paths(value: Any, moves: Mapping[str, str]) -> Any:
     """Return a JSON value in which paths of the server's machine are those of this cluster."""
     if isinstance(value, dict):
-        return {name: _moved(one, moves) for name, one in value.items()}
+        return {name: _translate_paths(element, moves) for name, element in value.items()}
     if isinstance(value, list):
-        return [_moved(one, moves) for one in value]
+        return [_translate_paths(element, moves) for element in value]
     for path, to in moves.items() if isinstance(value, str) else ():
         if value == path or value.startswith(f"{path}/"):
             return to + value[len(path) :]
@@ -182,9 +182,9 @@ def _prepare(folder: RunFolder, files: Sequence[str]) -> None:
         if path.relative_to(folder.path).as_posix() not in files:
             path.unlink(missing_ok=True)
     folder.crew.mkdir(mode=0o700, exist_ok=True)
-    found, _ = newest_sound(folder, hash_bytes=_HASH_BYTES)
+    checkpoint, _ = newest_sound(folder, hash_bytes=_HASH_BYTES)
     status = Status.read(folder)
-    status.model_copy(update={"checkpoint": None if found is None else found.told(folder)}).write(folder)
+    status.model_copy(update={"checkpoint": None if checkpoint is None else checkpoint.told(folder)}).write(folder)
 
 
 def _settle(folder: RunFolder, attempt: int) -> bool:

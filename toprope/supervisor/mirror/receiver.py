@@ -67,7 +67,7 @@ class Receiver:
         self._folder, self._lock, self._bearer, self._mirror = folder, lock, bearer(key), mirror
         self._prefixes: dict[str, Prefix] = {}
         self._bytes = folder_bytes(folder.path)
-        self._files = set(self._offered())
+        self._files = set(self._list_offered())
         self._beat, self._damaged, self._heard = 0, set[str](), time.monotonic()
         self._turn, self._bodies = asyncio.Lock(), asyncio.Semaphore(_MOST_BODIES)
         (folder.crew / FULL).unlink(missing_ok=True)  # the owner may have raised the limit
@@ -130,8 +130,8 @@ class Receiver:
             return ""
 
     async def _begin(self, request: web.Request) -> web.Response:
-        told, launch, status = await request.json(), self._launch(), Status.read(self._folder)
-        keeper, job = str(request.headers["X-Keeper"]), str(told["job"])
+        body, launch, status = await request.json(), self._launch(), Status.read(self._folder)
+        keeper, job = str(request.headers["X-Keeper"]), str(body["job"])
         if not keeper.startswith("keeper "):
             raise ValueError("X-Keeper")
         if job != launch.name or (status.ended_at is not None and not launch.delivery):
@@ -142,7 +142,7 @@ class Receiver:
         answer: dict[str, Any] = {
             "delivery": launch.delivery,
             "attempt": launch.attempt,
-            "files": await asyncio.to_thread(lambda: list(self._offered())),
+            "files": await asyncio.to_thread(lambda: list(self._list_offered())),
             "environments": str(shipped.ENVIRONMENTS),
             "home": str(self._folder.path.parent.parent),
             "inputs": [str(path) for path in self._inputs()],
@@ -155,7 +155,7 @@ class Receiver:
     def _hold(self, attempt: int, *, beats: bool = False) -> None:
         self._lock.write_holder(pid=os.getpid(), since=time.time(), attempt=attempt, beats=beats)
 
-    def _offered(self) -> Iterator[str]:
+    def _list_offered(self) -> Iterator[str]:
         """Yield the files that the far side may lack."""
         for path in sorted(self._folder.path.rglob("*")):
             name = path.relative_to(self._folder.path).as_posix()
@@ -166,10 +166,10 @@ class Receiver:
     def _inputs(self) -> list[Path]:
         """Return the files of the owner that the run names and that do not come with Toprope."""
         spec = Specification.read(self._folder)
-        named = [one.file for one in (spec.environment, *spec.mixture) if one.file]
-        named += [reward.file for one in (spec.environment, *spec.mixture) for reward in one.rewards]
-        named += [one.file for one in (spec.trainer, spec.dataset) if one is not None]
-        paths = [Path(name) for name in dict.fromkeys(named)]
+        names = [source.file for source in (spec.environment, *spec.mixture) if source.file]
+        names += [reward.file for source in (spec.environment, *spec.mixture) for reward in source.rewards]
+        names += [source.file for source in (spec.trainer, spec.dataset) if source is not None]
+        paths = [Path(name) for name in dict.fromkeys(names)]
         return [path for path in paths if path.is_file() and not path.is_relative_to(shipped.ENVIRONMENTS)]
 
     # Files
@@ -191,7 +191,7 @@ class Receiver:
         name, data = request.query["path"], await request.read()
         if not is_mirrored(name):
             raise ValueError(f"{name[:80]} is not a file of the cluster's side")
-        if name.startswith("checkpoints/") and name.split("/")[1].removeprefix(".") not in self._wanted(last=True):
+        if name.startswith("checkpoints/") and name.split("/")[1].removeprefix(".") not in self._pick_wanted(last=True):
             raise ValueError(f"nobody wants {name[:80]}")
         if name == "status.json":
             if not request.query.get("whole"):
@@ -225,12 +225,12 @@ class Receiver:
                 self._bytes, self._prefixes[name] = self._bytes - size, Prefix()
             elif name not in self._prefixes or self._prefixes[name].size != size:
                 self._prefixes[name] = await asyncio.to_thread(Prefix.of, path)
-            there = self._prefixes[name]
-            if (str(there.size), there.head) != (query["at"], query["head"]):
-                return web.json_response({"size": there.size, "head": there.head}, status=412)
+            prefix = self._prefixes[name]
+            if (str(prefix.size), prefix.head) != (query["at"], query["head"]):
+                return web.json_response({"size": prefix.size, "head": prefix.head}, status=412)
             file.write(data)
             file.flush()
-            there.feed(data)
+            prefix.feed(data)
             self._bytes += len(data)
         return web.Response()
 
@@ -247,8 +247,8 @@ class Receiver:
     # The end of a look
 
     async def _pass(self, request: web.Request) -> web.Response:
-        told = await request.json()
-        folder, names = self._folder, set(map(str, told["names"]))
+        body = await request.json()
+        folder, names = self._folder, set(map(str, body["names"]))
         (folder.path / variables_name(self._launch().attempt)).unlink(missing_ok=True)  # they have arrived
         for name in self._files - names - {"status.json"}:
             if not name.startswith("checkpoints/"):
@@ -257,18 +257,18 @@ class Receiver:
                     (folder.path / name).unlink()
                 self._prefixes.pop(name, None)
                 self._files.discard(name)
-        for step in map(str, told["complete"]):
+        for step in map(str, body["complete"]):
             await self._complete(step)
-        for name in map(str, told["taken"]):
+        for name in map(str, body["taken"]):
             if "/" not in name and name.endswith(".json"):
                 (folder.orders / name).unlink(missing_ok=True)
-        kept = {str(step): int(size) for step, size in told["kept"].items() if is_step(str(step))}
-        note_kept(folder, kept)
-        if (beat := int(told["beat"])) != self._beat:
+        sizes = {str(step): int(size) for step, size in body["kept"].items() if is_step(str(step))}
+        note_kept(folder, sizes)
+        if (beat := int(body["beat"])) != self._beat:
             self._beat = beat
             os.utime(folder.lock)
-        wishes = self._wanted(last=bool(told["last"]))
-        over = bool(told["last"]) and not wishes and Status.read(folder).ended_at is not None
+        wishes = self._pick_wanted(last=bool(body["last"]))
+        over = bool(body["last"]) and not wishes and Status.read(folder).ended_at is not None
         orders = {path.name: path.read_text() for path in sorted(folder.orders.glob("[!.]*.json"))}
         if over:
             for step in wanted(folder):  # the cluster keeps it no more
@@ -276,16 +276,16 @@ class Receiver:
             self.over.set()
         return web.json_response({"orders": orders, "wanted": sorted(wishes), "over": over})
 
-    def _wanted(self, *, last: bool) -> set[str]:
+    def _pick_wanted(self, *, last: bool) -> set[str]:
         """Return the checkpoints that the cluster is asked for; at the end of a run the newest, if it is no larger than
         the owner allows."""
-        kept = kept_there(self._folder)
-        found = {step for step in wanted(self._folder) if step in kept}
-        newest = max(kept, key=lambda step: int(step.removeprefix(_STEP)), default="")
-        if last and newest and kept[newest] <= self._mirror.checkpoint_mb * 1_000_000:
-            found.add(newest)
-        here = {path.name for path in checkpoints_in(self._folder.checkpoints)}
-        return found - self._damaged - here
+        sizes = kept_there(self._folder)
+        steps = {step for step in wanted(self._folder) if step in sizes}
+        newest = max(sizes, key=lambda step: int(step.removeprefix(_STEP)), default="")
+        if last and newest and sizes[newest] <= self._mirror.checkpoint_mb * 1_000_000:
+            steps.add(newest)
+        present = {path.name for path in checkpoints_in(self._folder.checkpoints)}
+        return steps - self._damaged - present
 
     async def _complete(self, step: str) -> None:
         """Put a checkpoint that has arrived into its place, if it is sound."""

@@ -60,7 +60,7 @@ class Sender:
         self._wanted: list[str] = []
         self._complete: list[str] = []
         self._finishing = threading.Event()
-        self._told = ""
+        self._last_line = ""
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self.arrived = False
         """Everything has arrived, the end of the run included."""
@@ -80,7 +80,7 @@ class Sender:
             last = self._finishing.is_set()
             try:
                 self._look(last=last)
-                self._told = ""
+                self._last_line = ""
             except Refused as error:
                 self._say(f"The server takes nothing more from this job: {error}")
                 write_end_order(self._folder, self._attempt, f"Its server gave the run to another job: {error}")
@@ -96,9 +96,9 @@ class Sender:
                 self._finishing.wait(_EVERY_S)
 
     def _say(self, text: str) -> None:
-        if text != self._told:
+        if text != self._last_line:
             print(text, file=sys.stderr, flush=True)
-        self._told = text
+        self._last_line = text
 
     def _look(self, *, last: bool) -> None:
         """Send what is new, then the status as it was before: a reader who sees it finds all that it tells of."""
@@ -117,10 +117,10 @@ class Sender:
             if not answer.is_success:
                 raise OSError(f"no room for the status: {answer.text[:300]}")
             self._status = status
-        kept = self._kept()
+        sizes = self._measure_checkpoints()
         body = {
             "names": names,
-            "kept": kept,
+            "kept": sizes,
             "complete": self._complete,
             "taken": self._taken,
             "beat": time.time_ns() if last or not self._folder.lock.exists() else self._folder.lock.stat().st_mtime_ns,
@@ -132,13 +132,13 @@ class Sender:
             if _ORDER.fullmatch(name):
                 write_text(self._folder.orders / name, text)
                 self._taken.append(name)
-        self._wanted = [step for step in answer["wanted"] if step in kept]
+        self._wanted = [step for step in answer["wanted"] if step in sizes]
         self.arrived = bool(answer["over"])
 
-    def _kept(self) -> dict[str, int]:
+    def _measure_checkpoints(self) -> dict[str, int]:
         """Return the bytes of the checkpoints by name. A finished one is measured once, as it never changes."""
-        found = {(path, path.stat().st_mtime_ns) for path in checkpoints_in(self._folder.checkpoints)}
-        self._bytes = {key: self._bytes.get(key) or folder_bytes(key[0]) for key in found}
+        checkpoints = {(path, path.stat().st_mtime_ns) for path in checkpoints_in(self._folder.checkpoints)}
+        self._bytes = {key: self._bytes.get(key) or folder_bytes(key[0]) for key in checkpoints}
         return {path.name: size for (path, _), size in self._bytes.items()}
 
     def _names(self) -> Iterator[str]:
@@ -169,16 +169,16 @@ class Sender:
             again: Also if the server had no room for it a moment ago.
         """
         try:
-            found, sent = path.lstat(), self._sent.setdefault(name, _Sent())
-            stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
+            file_stat, sent = path.lstat(), self._sent.setdefault(name, _Sent())
+            stamp = (file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns)
             if sent.stamp == stamp or (not again and time.monotonic() < sent.refused_at + _ROOM_S):
                 return
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(file_stat.st_mode):
                 return
             with open_plain(path, links=False) as file:
-                if path.suffix in _REPLACED and found.st_size <= WHOLE:
-                    whole = {"path": name, "whole": 1}
-                    answer = self._wire.ask("PUT", "/file", params=whole, content=file.read())
+                if path.suffix in _REPLACED and file_stat.st_size <= WHOLE:
+                    query = {"path": name, "whole": 1}
+                    answer = self._wire.ask("PUT", "/file", params=query, content=file.read())
                 else:
                     answer = self._append(name, path, file, sent)
                 sent.lacks_room = "Retry-After" in answer.headers
@@ -192,11 +192,15 @@ class Sender:
 
     def _append(self, name: str, path: Path, file: BinaryIO, sent: _Sent) -> httpx.Response:
         """Send the bytes after those that the server has, or all if it has others; return its last answer."""
-        found = os.fstat(file.fileno())
+        file_stat = os.fstat(file.fileno())
         file.seek(max(0, sent.prefix.size - len(sent.tail)))
-        if sent.inode != found.st_ino or found.st_size < sent.prefix.size or file.read(len(sent.tail)) != sent.tail:
+        if (
+            sent.inode != file_stat.st_ino
+            or file_stat.st_size < sent.prefix.size
+            or file.read(len(sent.tail)) != sent.tail
+        ):
             sent.prefix, sent.tail = Prefix(), b""  # another file: the server says what it has of it
-        sent.inode, anew = found.st_ino, False
+        sent.inode, anew = file_stat.st_ino, False
         answer: httpx.Response | None = None
         while True:
             file.seek(sent.prefix.size)
@@ -206,12 +210,12 @@ class Sender:
                 data = data[: data.rfind(b"\n") + 1] or (data if len(data) == CHUNK else b"")
             if answer is not None and not data and not anew:
                 return answer
-            known = {"path": name, "at": sent.prefix.size, "head": sent.prefix.head, "anew": int(anew)}
-            answer = self._wire.ask("PUT", "/file", params=known, content=data)
+            query = {"path": name, "at": sent.prefix.size, "head": sent.prefix.head, "anew": int(anew)}
+            answer = self._wire.ask("PUT", "/file", params=query, content=data)
             if answer.status_code == httpx.codes.PRECONDITION_FAILED:
-                there = answer.json()
-                common = Prefix.of(path, int(there["size"]))
-                anew = (common.size, common.head) != (there["size"], there["head"])
+                server_part = answer.json()
+                common = Prefix.of(path, int(server_part["size"]))
+                anew = (common.size, common.head) != (server_part["size"], server_part["head"])
                 sent.prefix, sent.tail = Prefix() if anew else common, b""
             elif answer.is_success:
                 sent.prefix.feed(data)

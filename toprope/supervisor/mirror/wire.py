@@ -89,14 +89,14 @@ class Prefix:
     @classmethod
     def of(cls, path: Path, size: int | None = None) -> Prefix:
         """Read the first `size` bytes of a file, all when None; a missing file is empty."""
-        found = cls()
+        prefix = cls()
         try:
             with open_plain(path) as file:
-                while data := file.read(CHUNK if size is None else min(CHUNK, size - found.size)):
-                    found.feed(data)
+                while data := file.read(CHUNK if size is None else min(CHUNK, size - prefix.size)):
+                    prefix.feed(data)
         except FileNotFoundError:
             pass
-        return found
+        return prefix
 
 
 class Wire:
@@ -118,14 +118,14 @@ class Wire:
             trust_env=False,
         )
 
-    def ask(self, method: str, path: str, **named: Any) -> httpx.Response:
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send a request and return its answer, 412 and 507 included.
 
         Raises:
             Refused: The server does not take this job's word (any more).
             httpx.HTTPError: There was no answer, or it says that the server has trouble.
         """
-        answer = self._client.request(method, path, **named)
+        answer = self._client.request(method, path, **options)
         # Later another run's server side may have the port for a while, on a network without TLS.
         if answer.status_code == 409 or (path in _FIRST and answer.status_code in (401, 403, 404)):
             raise Refused(answer.text[:300] or f"the server answered {answer.status_code}")

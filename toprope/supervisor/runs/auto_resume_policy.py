@@ -91,18 +91,18 @@ def describe_keeper_loss(folder: RunFolder, status: Status) -> str:
         booted = read_json(folder.lock).get("boot")
     except (TopropeError, AttributeError):
         booted = None
-    here = boot_id()
-    if booted and here and booted != here:
+    current_boot = boot_id()
+    if booted and current_boot and booted != current_boot:
         return f"The machine was restarted while the run was {status.state}."
     return f"The keeper was gone while the run was {status.state}."
 
 
 def _made_progress(folder: RunFolder, progress_event: str) -> bool:
     """True if the last attempt recorded its kind's event of progress, such as a checkpoint."""
-    found = False
+    progressed = False
     for event in read_events(folder.events, kinds=("state", progress_event)):
         if event.kind == progress_event:
-            found = True
+            progressed = True
         elif event.data.get("to") == "queued":
-            found = False
-    return found
+            progressed = False
+    return progressed

@@ -58,21 +58,21 @@ def settle_runs(
                 if (lock := RunLock.acquire(folder.lock, 0.05)) is not None:
                     locks[folder] = lock
         states = {folder: launcher.status(folder, locked=True) for folder in locks}
-        last = {folder: Status.read(folder) for folder, state in states.items() if state.life == "gone"}
+        statuses = {folder: Status.read(folder) for folder, state in states.items() if state.life == "gone"}
         marks = {
-            str(folder.path.resolve()): one.attempt
-            for folder, one in last.items()
-            if one.ended_at is None and not folder.launch.exists()
+            str(folder.path.resolve()): status.attempt
+            for folder, status in statuses.items()
+            if status.ended_at is None and not folder.launch.exists()
         }
         reaped = reap_marked(marks)
         settled = {
-            folder: settle_run(folder, reaped[str(folder.path.resolve())], states[folder].told) for folder in last
+            folder: settle_run(folder, reaped[str(folder.path.resolve())], states[folder].told) for folder in statuses
         }
     finally:
         for lock in locks.values():
             lock.release()
     for folder, status in settled.items():
-        if status.state == "lost" and last[folder].ended_at is None:
+        if status.state == "lost" and statuses[folder].ended_at is None:
             lost(folder)
     return {folder.run_id: status for folder, status in settled.items()}
 
@@ -152,21 +152,21 @@ def write_end(
 
 def _record_end(folder: RunFolder, status: Status, ended_at: float) -> None:
     """Append the events that are missing up to the run's end."""
-    last, over = "queued", False
+    last_state, has_ended = "queued", False
     for event in read_events(folder.events, kinds=("state", "end")):
-        over = event.kind == "end"
+        has_ended = event.kind == "end"
         if event.kind == "state":
-            last = str(event.data.get("to", last))
+            last_state = str(event.data.get("to", last_state))
     events, steps = EventLog(folder), [status.state]
-    if status.state == "stopped" and last in LIVE - {"stopping"}:
+    if status.state == "stopped" and last_state in LIVE - {"stopping"}:
         steps = ["stopping", "stopped"]
-    if last in ENDED and status.state != last:
+    if last_state in ENDED and status.state != last_state:
         steps.insert(0, "queued")  # the process that began the attempt was killed before it recorded that
     for step in steps:
-        if last != step:
-            events.append("state", **{"from": last, "to": step, "reason": status.reason})
-            last, over = step, False
-    if not over:
+        if last_state != step:
+            events.append("state", **{"from": last_state, "to": step, "reason": status.reason})
+            last_state, has_ended = step, False
+    if not has_ended:
         events.append("end", state=status.state, seconds=round(max(0.0, ended_at - status.created_at), 3))
 
 
@@ -214,7 +214,7 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
     checkpoint, damaged = _checkpoint(folder) if specification.run_kind.trains else (None, [])
     if (launch := Launch.read(folder)) is not None and launch.mirror:
         checkpoint = former.checkpoint or checkpoint  # the cluster has it; its keeper looks for the newest there
-    kept = [f"{damage} It is kept as {set_aside(damage.path).name}." for damage in damaged]
+    notes = [f"{damage} It is kept as {set_aside(damage.path).name}." for damage in damaged]
     folder.tidy()
     late = folder.orders.glob(f"{END_ORDER}*" if by_itself else "*")
     for path in (*late, *folder.orders.glob(".*"), folder.results):
@@ -256,7 +256,7 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
     if by_itself:
         data["reason"] += ", by itself"
     events = EventLog(folder)
-    for text in kept:
+    for text in notes:
         events.append("warning", what=f"{text} The run goes on from step {step}.")
     events.append("state", **data)
     return status
@@ -271,10 +271,10 @@ def _checkpoint(folder: RunFolder) -> tuple[dict[str, Any] | None, list[Damage]]
     Raises:
         Corrupt: There are checkpoints, and none of them is sound.
     """
-    found, damaged = newest_sound(folder, hash_bytes=_HASH_BYTES)
-    if found is None and damaged:
+    checkpoint, damaged = newest_sound(folder, hash_bytes=_HASH_BYTES)
+    if checkpoint is None and damaged:
         raise no_sound_checkpoint(folder, damaged)
-    return None if found is None else found.told(folder), damaged
+    return None if checkpoint is None else checkpoint.told(folder), damaged
 
 
 def remove_unfinished(paths: Iterable[Path]) -> None:

@@ -28,10 +28,10 @@ def still_running(status: Status) -> NotPossibleNow:
     )
 
 
-def unknown_keeper(folder: RunFolder, told: str) -> NotPossibleNow:
+def unknown_keeper(folder: RunFolder, reason: str) -> NotPossibleNow:
     """The engine that was given the run does not answer, so the run may still have its keeper."""
     return NotPossibleNow(
-        f"{folder.run_id} was not resumed, because it may still run. {told}",
+        f"{folder.run_id} was not resumed, because it may still run. {reason}",
         hint="Call again when the cluster answers; `toprope doctor --cluster NAME` asks it.",
     )
 

@@ -41,8 +41,8 @@ def frozen_since(home: Path) -> tuple[float, str] | None:
     except OSError:
         raw = b""
     try:
-        told = json.loads(raw)
-        return float(told["at"]), visible(str(told["reason"]), 300)
+        record = json.loads(raw)
+        return float(record["at"]), visible(str(record["reason"]), 300)
     except (ValueError, KeyError, TypeError):
         return 0.0, ""
 
@@ -53,10 +53,10 @@ def require_thawed(home: Path) -> None:
     Raises:
         NotPossibleNow: It is frozen.
     """
-    found = frozen_since(home)
-    if found is None:
+    frozen = frozen_since(home)
+    if frozen is None:
         return
-    at, reason = found
+    at, reason = frozen
     since = f" since {moment(at)}" if at else ""
     raise NotPossibleNow(
         f"The owner froze this home{since}: nothing starts or resumes{f' ({reason})' if reason else ''}.",

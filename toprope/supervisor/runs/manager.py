@@ -284,8 +284,8 @@ class RunManager:
             return status
         state = self.launcher.status(folder)
         if state.life != "gone":
-            told = state.told or describe_silence(folder, status)
-            return status.model_copy(update={"reason": told}) if told else status
+            reason = state.told or describe_silence(folder, status)
+            return status.model_copy(update={"reason": reason}) if reason else status
         return settle_runs([folder], self.launcher, self._lost).get(folder.run_id) or Status.read(folder)
 
     def _is_alive(self, folder: RunFolder) -> bool:
@@ -296,12 +296,12 @@ class RunManager:
         assert self._variables is not None
         if frozen_since(self.path.parent) is not None:
             return lost
-        with ExitStack() as held:
+        with ExitStack() as reservation:
             try:
                 specification = Specification.read(folder)
                 with ledger_lock(self.path):  # `variables` refuses a run for which the others leave no budget
                     variables = self._variables(specification)
-                    held.enter_context(reserved(self.path, [specification]))
+                    reservation.enter_context(reserved(self.path, [specification]))
             except LockedField as error:
                 return self._cancel_resume(folder, f"It did not resume by itself: {error}")
             except (TopropeError, OSError):
@@ -335,42 +335,42 @@ class RunManager:
             return []
         except NotADirectoryError:
             raise not_a_runs_folder(self.path) from None
-        over = self._statuses.unchanged_ended(self.path)
-        found, without_keeper = [*over.values()], []
-        names = [name for name, is_folder in entries if is_folder and (name in over or RUN_ID.fullmatch(name))]
+        ended = self._statuses.unchanged_ended(self.path)
+        statuses, without_keeper = [*ended.values()], []
+        names = [name for name, is_folder in entries if is_folder and (name in ended or RUN_ID.fullmatch(name))]
         remove_unfinished(self.path / name for name, _ in entries if name.startswith((UNFINISHED, "..")))
         self._statuses.retain(set(names))
         for name in names:
-            if name in over:
+            if name in ended:
                 continue
             folder = RunFolder(self.path / name)
             try:
                 status = self._statuses.read(folder)
                 if status.is_over or self._is_alive(folder):
-                    found.append(self._check_status(folder, status))
+                    statuses.append(self._check_status(folder, status))
                 else:
                     without_keeper.append(folder)
             except (Corrupt, NotFound, OSError) as error:
-                found += self._list_unreadable(folder, error)
-        found += self._settle_each(without_keeper)
-        due = [RunFolder(self.path / status.run_id) for status in found if is_due(status)]
+                statuses += self._list_unreadable(folder, error)
+        statuses += self._settle_each(without_keeper)
+        due = [RunFolder(self.path / status.run_id) for status in statuses if is_due(status)]
         if due and self._variables is not None and self._resuming.acquire(blocking=False):
             # The answer does not wait for keepers to start. No daemon thread: a command ends when they have started.
             threading.Thread(target=self._resume_due, args=(due,), name="resume").start()
-        return sorted(found, key=lambda status: (status.created_at, status.run_id), reverse=True)
+        return sorted(statuses, key=lambda status: (status.created_at, status.run_id), reverse=True)
 
     def _settle_each(self, folders: Sequence[RunFolder]) -> Sequence[Status]:
         try:
             settled = settle_runs(folders, self.launcher, self._lost)
         except (Corrupt, NotFound, OSError):  # one of them is damaged: settle each alone
             settled = {}
-        found = []
+        statuses = []
         for folder in folders:
             try:
-                found.append(settled.get(folder.run_id) or self._read_status(folder))
+                statuses.append(settled.get(folder.run_id) or self._read_status(folder))
             except (Corrupt, NotFound, OSError) as error:
-                found += self._list_unreadable(folder, error)
-        return found
+                statuses += self._list_unreadable(folder, error)
+        return statuses
 
     def _list_unreadable(self, folder: RunFolder, error: Exception) -> Sequence[Status]:
         """Return the status to list for a run that cannot be read; nothing if it is being created or removed."""

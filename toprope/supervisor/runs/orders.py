@@ -83,15 +83,15 @@ class Orders:
 
 def take_orders(folder: RunFolder, attempt: int) -> Orders:
     """Read and remove the orders of a run, sorted by file name. An order to end another attempt is only removed."""
-    found = Orders()
+    orders = Orders()
     try:
         names = sorted(os.listdir(folder.orders))
     except FileNotFoundError:
         if folder.path.is_dir():
             folder.orders.mkdir(mode=0o700, exist_ok=True)
         else:
-            found.folder_gone = True
-        return found
+            orders.folder_gone = True
+        return orders
     for name in names:
         if name.startswith(".") or not name.endswith(".json"):
             continue
@@ -100,14 +100,14 @@ def take_orders(folder: RunFolder, attempt: int) -> Orders:
             path.unlink(missing_ok=True)
             continue
         try:
-            found.stops.append(msgspec.convert(read_json(path), StopOrder))
+            orders.stops.append(msgspec.convert(read_json(path), StopOrder))
         except NotFound:
             continue
         except (Corrupt, msgspec.ValidationError) as error:
             if name.startswith(_STOP) and path.exists() and not path.stat().st_size:
-                found.stops.append(StopOrder())  # written on a full disk
+                orders.stops.append(StopOrder())  # written on a full disk
                 path.unlink(missing_ok=True)
                 continue
-            found.complaints.append(f"an order is not valid: {name}: {error}")
+            orders.complaints.append(f"an order is not valid: {name}: {error}")
         path.unlink(missing_ok=True)
-    return found
+    return orders

@@ -43,10 +43,10 @@ def reap_marked(last_attempts: Mapping[str, int | None]) -> Counter[str]:
     """
     import psutil
 
-    found: Counter[str] = Counter()
+    killed: Counter[str] = Counter()
     if not last_attempts:
-        return found
-    spared, seen = _ancestors(), set()
+        return killed
+    spared, counted = _ancestors(), set()
     for _ in range(_ROUNDS):
         marked = []
         for pid in _candidates(last_attempts, spared):
@@ -61,20 +61,20 @@ def reap_marked(last_attempts: Mapping[str, int | None]) -> Counter[str]:
             except (psutil.Error, OSError):
                 continue
             marked.append(process)
-            if process not in seen:
-                seen.add(process)
-                found[folder] += 1
+            if process not in counted:
+                counted.add(process)
+                killed[folder] += 1
         if not marked:
             break
         psutil.wait_procs(marked, timeout=_WAIT_S)
-    return found
+    return killed
 
 
 def _marks_of(process: psutil.Process) -> dict[str, str]:
     import psutil
 
-    told = dict(word.split("=", 1) for word in process.cmdline() if word.startswith("TOPROPE_") and "=" in word)
-    marks = told if {ENV_FOLDER, ENV_ATTEMPT} <= told.keys() else {}  # a search for the run names one of them
+    arguments = dict(word.split("=", 1) for word in process.cmdline() if word.startswith("TOPROPE_") and "=" in word)
+    marks = arguments if {ENV_FOLDER, ENV_ATTEMPT} <= arguments.keys() else {}  # a search for the run names one of them
     with suppress(psutil.AccessDenied):  # a member hides its memory
         marks |= process.environ()
     return marks
@@ -84,14 +84,14 @@ def _ancestors() -> set[int]:
     """Return the ids of this process and its ancestors."""
     import psutil
 
-    found, pid = set(), os.getpid()
+    ancestors, pid = set(), os.getpid()
     try:
-        while pid and pid not in found:
-            found.add(pid)
+        while pid and pid not in ancestors:
+            ancestors.add(pid)
             pid = psutil.Process(pid).ppid()
     except psutil.Error:
         pass
-    return found
+    return ancestors
 
 
 def _within(attempt: str, last_attempt: int | None) -> bool:

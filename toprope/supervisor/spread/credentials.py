@@ -42,7 +42,7 @@ def make_identity(seed: bytes | None = None) -> str:
 
 def contexts(identity: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return the TLS contexts of servers and clients: each side shows the run's certificate and requires it."""
-    made = []
+    pair = []
     # OpenSSL reads keys from files only; this one is in memory and has no name.
     descriptor = os.memfd_create("identity")
     try:
@@ -54,7 +54,7 @@ def contexts(identity: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(cadata=identity[identity.index("-----BEGIN CERTIFICATE") :])
             context.load_cert_chain(f"/proc/self/fd/{descriptor}")
-            made.append(context)
+            pair.append(context)
     finally:
         os.close(descriptor)
-    return made[0], made[1]
+    return pair[0], pair[1]

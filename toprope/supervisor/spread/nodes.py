@@ -95,8 +95,8 @@ class Spread:
         section = section or LauncherSection()
         self.nodes, self.network, self._held = list(nodes), network, held
         trainer = max(section.num_processes, section.resources_of("trainer").gpus)
-        own = max(section.inference_gpus, section.resources_of("inference").gpus)
-        self._needs = {"trainer": trainer, "inference": own}
+        inference = max(section.inference_gpus, section.resources_of("inference").gpus)
+        self._needs = {"trainer": trainer, "inference": inference}
         self._shares: dict[str, Share] = {}
         self._lost: dict[str, float] = {}
 
@@ -122,8 +122,8 @@ class Spread:
             return None
         alive = [node for node in self.nodes if time.monotonic() - self._lost.get(node.name, -_AVOID_S) >= _AVOID_S]
         if role in ("api", "environment"):
-            others = (alive[1:] or alive) if role == "environment" else alive[:1]
-            node = others[(number - 1) % len(others)]
+            candidates = (alive[1:] or alive) if role == "environment" else alive[:1]
+            node = candidates[(number - 1) % len(candidates)]
             return Share(node, None if node.gpus is None else range(node.gpus))
         if role == "inference" and "trainer" not in self._shares:
             self.place("trainer")
@@ -137,19 +137,19 @@ class Spread:
         other = self._shares.get("inference" if role == "trainer" else "trainer")
         needed = max(1, self._needs[role])
 
-        def beside(node: Node) -> Sequence[int]:
+        def taken_on(node: Node) -> Sequence[int]:
             return (other.gpus or ()) if other is not None and other.node is node else ()
 
         def free(node: Node) -> Sequence[int]:
-            return [place for place in range(node.gpus or 0) if place not in beside(node)]
+            return [place for place in range(node.gpus or 0) if place not in taken_on(node)]
 
-        node = max(nodes, key=lambda node: (min(needed, len(free(node))), not beside(node)))
+        node = max(nodes, key=lambda node: (min(needed, len(free(node))), not taken_on(node)))
         if node.gpus is None:
             return Share(node, None)
-        if not self._needs["inference"] and beside(node):
-            return Share(node, range(node.gpus)[:needed] if role == "trainer" else beside(node)[:1])
-        found = free(node) or range(node.gpus)
-        return Share(node, found[:needed] if role == "trainer" else found[-needed:])
+        if not self._needs["inference"] and taken_on(node):
+            return Share(node, range(node.gpus)[:needed] if role == "trainer" else taken_on(node)[:1])
+        gpus = free(node) or range(node.gpus)
+        return Share(node, gpus[:needed] if role == "trainer" else gpus[-needed:])
 
 
 def find_nodes(
@@ -166,9 +166,9 @@ def find_nodes(
         ComponentFailed: The engine does not tell its nodes, or has no room on them.
     """
     if text := surroundings.get(ENV_NODES):
-        told = json.loads(text)
-        nodes = [Node(**{**node, "command": tuple(node["command"])}) for node in told["nodes"]]
-        return Spread(nodes, told["network"], section)
+        listing = json.loads(text)
+        nodes = [Node(**{**node, "command": tuple(node["command"])}) for node in listing["nodes"]]
+        return Spread(nodes, listing["network"], section)
     if launch is None or launch.nodes < 2:
         return None
     if launch.kind == "slurm":
@@ -190,7 +190,7 @@ def _nodes_of_ray(count: int, section: LauncherSection) -> tuple[list[Node], IO[
     bundle: dict[str, float] = {"CPU": room.cpus, "GPU": room.gpus, "memory": room.memory_mb * 1_000_000}
     bundle |= dict.fromkeys(section.features, 0.001)
     holder = subprocess.Popen(
-        [*command, "--nodes", str(count), json.dumps({name: much for name, much in bundle.items() if much})],
+        [*command, "--nodes", str(count), json.dumps({name: amount for name, amount in bundle.items() if amount})],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -200,13 +200,13 @@ def _nodes_of_ray(count: int, section: LauncherSection) -> tuple[list[Node], IO[
     holder.wait()
     assert holder.stdin is not None and holder.stdout is not None
     with holder.stdout as answer:
-        told = answer.readline() if select.select([answer], [], [], _ASK_S)[0] else ""
-    listed = json.loads(told or "[]")
+        line = answer.readline() if select.select([answer], [], [], _ASK_S)[0] else ""
+    listed = json.loads(line or "[]")
     if not listed:
         holder.stdin.close()
         with suppress(ProcessLookupError):
             os.killpg(holder.pid, signal.SIGKILL)
-        if not told:
+        if not line:
             raise ComponentFailed(
                 f"Ray could not be asked for {count - 1} further nodes: its interpreter gave no answer.",
                 hint="keeper.log has the reason, if Ray printed one. Start the run again once `ray status` answers.",
@@ -217,11 +217,11 @@ def _nodes_of_ray(count: int, section: LauncherSection) -> tuple[list[Node], IO[
             f"{room.memory_mb} MB{featured} on each.",
             hint="Start it again once Ray has room, or lower launcher.nodes or launcher.resources (see keeper.log).",
         )
-    first, *others = listed
+    first, *further = listed
     nodes = [Node(name=first["address"], address=first["address"], gpus=room.gpus)]
-    for one in others:
-        started = (*command, one["id"], ",".join(one["gpus"]))
-        nodes.append(Node(name=one["address"], address=one["address"], gpus=len(one["gpus"]), command=started))
+    for node in further:
+        started = (*command, node["id"], ",".join(node["gpus"]))
+        nodes.append(Node(name=node["address"], address=node["address"], gpus=len(node["gpus"]), command=started))
     return nodes, holder.stdin
 
 
@@ -231,23 +231,23 @@ def _nodes_of_slurm(surroundings: Mapping[str, str]) -> list[Node]:
     A step with --overlap shares the resources of the job, which all steps of the crew need at once.
     """
     names = _ask(["scontrol", "show", "hostnames", surroundings.get("SLURM_JOB_NODELIST", "")]).split()
-    here = surroundings.get("SLURMD_NODENAME", socket.gethostname())
-    names.sort(key=lambda name: name != here)
-    given = surroundings.get("SLURM_GPUS_ON_NODE", "")
-    found = []
+    this_node = surroundings.get("SLURMD_NODENAME", socket.gethostname())
+    names.sort(key=lambda name: name != this_node)
+    gpus = surroundings.get("SLURM_GPUS_ON_NODE", "")
+    nodes = []
     for number, name in enumerate(names):
-        shown = _ask(["scontrol", "-o", "show", "node", name])
-        address, counted = re.search(r"NodeAddr=(\S+)", shown), re.search(r"Gres=\S*\bgpu\b", shown)
+        description = _ask(["scontrol", "-o", "show", "node", name])
+        address, counted = re.search(r"NodeAddr=(\S+)", description), re.search(r"Gres=\S*\bgpu\b", description)
         step = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", "--export=ALL", "--unbuffered")
-        found.append(
+        nodes.append(
             Node(
                 name=name,
                 address=address[1] if address else name,
-                gpus=int(given) if given.isdecimal() else 0 if counted else None,
+                gpus=int(gpus) if gpus.isdecimal() else 0 if counted else None,
                 command=(*step, f"--nodelist={name}") if number else (),
             )
         )
-    return found
+    return nodes
 
 
 def is_taken_back(surroundings: Mapping[str, str]) -> bool:
@@ -258,19 +258,19 @@ def is_taken_back(surroundings: Mapping[str, str]) -> bool:
     """
     job = surroundings.get("SLURM_JOB_ID")
     try:
-        told = _ask(["scontrol", "-o", "show", "job", job], _ASK_ONCE_S) if job else ""
+        description = _ask(["scontrol", "-o", "show", "job", job], _ASK_ONCE_S) if job else ""
     except ComponentFailed:
         return False
-    return re.search(r"\bPreemptTime=\d|\bJobState=(?:PREEMPTED|NODE_FAIL|TIMEOUT|DEADLINE)\b", told) is not None
+    return re.search(r"\bPreemptTime=\d|\bJobState=(?:PREEMPTED|NODE_FAIL|TIMEOUT|DEADLINE)\b", description) is not None
 
 
 def _ask(command: Sequence[str], within_s: float = _ASK_S) -> str:
     try:
         variables = engine_variables(os.environ)
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=within_s, env=variables)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, env=variables)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ComponentFailed(f"The nodes of the run cannot be listed: {error}.") from error
-    if asked.returncode != 0:
-        last = (asked.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise ComponentFailed(f"The nodes of the run cannot be listed: {command[0]}: {last[:300]}.")
-    return asked.stdout
+    if done.returncode != 0:
+        last_line = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise ComponentFailed(f"The nodes of the run cannot be listed: {command[0]}: {last_line[:300]}.")
+    return done.stdout

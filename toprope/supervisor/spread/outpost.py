@@ -111,11 +111,11 @@ def main(arguments: list[str] | None = None) -> int:
         request.variables[ENV_WEIGHTS] = folder.path
     if request.is_far:  # the ids of GPUs are those of a node
         request.variables.pop(GPUS, None)
-        request.variables |= {GPUS: own} if (own := os.environ.get(GPUS)) is not None else {}
+        request.variables |= {GPUS: node_gpus} if (node_gpus := os.environ.get(GPUS)) is not None else {}
     if request.gpus is not None:
-        ids = [one for one in request.variables.get(GPUS, "").split(",") if one]
-        named = [ids[place] for place in request.gpus if place < len(ids)] if ids else map(str, request.gpus)
-        request.variables[GPUS] = ",".join(named)
+        ids = [gpu for gpu in request.variables.get(GPUS, "").split(",") if gpu]
+        chosen = [ids[place] for place in request.gpus if place < len(ids)] if ids else map(str, request.gpus)
+        request.variables[GPUS] = ",".join(chosen)
     try:
         started, weights = _start(request), None if folder is None else Path(folder.path)
         return asyncio.run(_Outpost(request, started, Gate(request.node, request.address, tls), weights).run())
@@ -132,11 +132,15 @@ def _start(request: Request) -> _Guard:
     """
     os.environ[ENV_CONTAINMENT] = BUBBLEWRAP if request.is_contained else GUARD
     if request.is_far and request.is_contained:
-        found = choose_containment("auto")
-        os.environ[ENV_CONTAINMENT] = found.level
-        if found.why:
-            print(f"{request.node}: a guard alone contains {request.member}: {found.why}", file=sys.stderr, flush=True)
-    asked = SpawnRequest(
+        containment = choose_containment("auto")
+        os.environ[ENV_CONTAINMENT] = containment.level
+        if containment.why:
+            print(
+                f"{request.node}: a guard alone contains {request.member}: {containment.why}",
+                file=sys.stderr,
+                flush=True,
+            )
+    spawn_request = SpawnRequest(
         argv=request.argv,
         variables=request.variables,
         log=Path(request.log),
@@ -148,18 +152,18 @@ def _start(request: Request) -> _Guard:
     pipes = Pipes()
     if not request.is_far:
         guard.become_subreaper()  # whatever outlives a killed guard
-        pid = start_guard(asked, pipes).pid
+        pid = start_guard(spawn_request, pipes).pid
     else:
-        told, telling = os.pipe()
+        read_end, write_end = os.pipe()
         if (middle := os.fork()) == 0:
             try:
                 os.setsid()
-                os.write(telling, str(start_guard(asked, pipes).pid).encode())
+                os.write(write_end, str(start_guard(spawn_request, pipes).pid).encode())
             finally:
                 os._exit(0)
-        os.close(telling)
+        os.close(write_end)
         os.waitpid(middle, 0)
-        with os.fdopen(told, "rb") as answer:
+        with os.fdopen(read_end, "rb") as answer:
             if not (number := answer.read()):
                 raise OSError("the guard was not started")
         pid = int(number)
@@ -183,12 +187,12 @@ class _Outpost:
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
         pipes, request = self._guard.pipes, self._request
-        self._orders = await _writing(pipes.orders)
-        self._output = await _writing(1)
+        self._orders = await _open_writer(pipes.orders)
+        self._output = await _open_writer(1)
         reports = asyncio.create_task(self._carry_reports(pipes.reports))
-        others = [asyncio.create_task(self._carry_orders())]
+        side_tasks = [asyncio.create_task(self._carry_orders())]
         if request.is_far:
-            others += [asyncio.create_task(self._watch_lease()), asyncio.create_task(self._measure())]
+            side_tasks += [asyncio.create_task(self._watch_lease()), asyncio.create_task(self._measure())]
         self._orders.write(encode_line(Keys(request.keys)) if request.keys else b"")
         await self._offer_weights()
         with suppress(ProcessLookupError):
@@ -197,7 +201,7 @@ class _Outpost:
             await asyncio.wait([reports], timeout=_DRAIN_S)
         self._end_orphans()
         await asyncio.wait([reports], timeout=_DRAIN_S)
-        for task in [reports, *others]:
+        for task in [reports, *side_tasks]:
             task.cancel()
         if self._source is not None:
             await self._source.close()
@@ -259,8 +263,8 @@ class _Outpost:
                 try:
                     report.address = await self._gate.announce(report.address)
                 except OSError as error:
-                    what, where = self._request.member, self._request.address
-                    reason = f"{what} is ready, and its node cannot listen on its address {where}: {error}."
+                    member, address = self._request.member, self._request.address
+                    reason = f"{member} is ready, and its node cannot listen on its address {address}: {error}."
                     self._say(encode_line(Failed(reason, "Other nodes must be able to reach that address.")))
                     self._leave()
                     continue
@@ -273,20 +277,20 @@ class _Outpost:
 
     def _note_guard(self, line: bytes) -> None:
         with suppress(ValueError, TypeError, AttributeError):
-            told = json.loads(line)
-            if told.get("type") == "guard_started":
-                self._member_pid = told["pid"]
-            self._saw_exit = self._saw_exit or told.get("type") == "guard_exited"
+            report = json.loads(line)
+            if report.get("type") == "guard_started":
+                self._member_pid = report["pid"]
+            self._saw_exit = self._saw_exit or report.get("type") == "guard_exited"
 
     def _end_orphans(self) -> None:
         """Kill what a killed guard left: as far as possible, since nothing holds it any more."""
         if self._saw_exit:
             return
         tree = guard.children_by_parent()
-        left = guard.descendants(tree.get(os.getpid(), []), tree)
+        orphans = guard.descendants(tree.get(os.getpid(), []), tree)
         if self._member_pid is not None:
-            left = [*guard.descendants([self._member_pid], tree), -self._member_pid, *left]
-        guard.kill(left)
+            orphans = [*guard.descendants([self._member_pid], tree), -self._member_pid, *orphans]
+        guard.kill(orphans)
 
     async def _watch_lease(self) -> None:
         while self._loop.time() - self._heard < LEASE_S:
@@ -316,7 +320,7 @@ async def _lines(descriptor: int) -> AsyncIterator[bytes]:
                 yield line
 
 
-async def _writing(descriptor: int) -> asyncio.StreamWriter:
+async def _open_writer(descriptor: int) -> asyncio.StreamWriter:
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.connect_write_pipe(
         asyncio.streams.FlowControlMixin, os.fdopen(descriptor, "wb", 0)

@@ -33,12 +33,12 @@ def _connect() -> Any:
     address = os.environ.get("RAY_ADDRESS", "auto")
     # Ray would take the address that the node's session folder has cached, which nodes with one /tmp share.
     host, _, port = address.rpartition(":")
-    here: dict[str, str] = {}
+    options: dict[str, str] = {}
     if host:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, int(port)))
-            here = {"_node_ip_address": probe.getsockname()[0]}
-    ray.init(address=address, log_to_driver=False, logging_level="error", **here)
+            options = {"_node_ip_address": probe.getsockname()[0]}
+    ray.init(address=address, log_to_driver=False, logging_level="error", **options)
     return ray
 
 
@@ -59,17 +59,17 @@ def reserve_nodes(count: int, room: dict[str, float]) -> int:
     from ray.util import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    here = ray.get_runtime_context().get_node_id()
+    this_node = ray.get_runtime_context().get_node_id()
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     # The first bundle keeps the others off this node, whose room belongs to the job.
-    group = placement_group([{f"node:{addresses[here]}": 0.001}, *[room] * (count - 1)], strategy="STRICT_SPREAD")
+    group = placement_group([{f"node:{addresses[this_node]}": 0.001}, *[room] * (count - 1)], strategy="STRICT_SPREAD")
     if not group.wait(_APPEAR_S):
-        has = [{name: node["Resources"].get(name, 0) for name in room} for node in ray.nodes() if node["Alive"]]
-        print(f"no {count - 1} further nodes have room for {room} now; the nodes have {has}", file=sys.stderr)
+        resources = [{name: node["Resources"].get(name, 0) for name in room} for node in ray.nodes() if node["Alive"]]
+        print(f"no {count - 1} further nodes have room for {room} now; the nodes have {resources}", file=sys.stderr)
         print("[]", flush=True)
         return _LOST
     addresses |= {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    found, holders = [{"address": addresses[here]}], []
+    nodes, holders = [{"address": addresses[this_node]}], []
     for index, node in sorted(placement_group_table(group)["bundles_to_node_id"].items()):
         if not index:
             continue
@@ -79,8 +79,8 @@ def reserve_nodes(count: int, room: dict[str, float]) -> int:
             options = {"num_cpus": 0, "num_gpus": room["GPU"], "scheduling_strategy": strategy}
             holders.append(ray.remote(**options)(_Holder).remote())
             gpus = ray.get(holders[-1].gpus.remote(), timeout=_APPEAR_S)
-        found.append({"address": addresses[node], "id": node, "gpus": gpus})
-    print(json.dumps(found), flush=True)
+        nodes.append({"address": addresses[node], "id": node, "gpus": gpus})
+    print(json.dumps(nodes), flush=True)
     sys.stdin.read()
     return 0
 
@@ -119,11 +119,11 @@ def run_on(node: str, gpus: str, command: list[str]) -> int:
     ray = _connect()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     # The room is reserved by `reserve_nodes`, not by the actor. Writes keep their order beside a waiting read.
     groups = {"input": 1, "output": 1}
-    made = ray.remote(num_cpus=0, concurrency_groups=groups, scheduling_strategy=where)(_Remote)
-    remote = made.remote(command, gpus)
+    actor_class = ray.remote(num_cpus=0, concurrency_groups=groups, scheduling_strategy=strategy)(_Remote)
+    remote = actor_class.remote(command, gpus)
     write, read = (
         call.options(concurrency_group=group) for call, group in ((remote.write, "input"), (remote.read, "output"))
     )

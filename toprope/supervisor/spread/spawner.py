@@ -55,7 +55,7 @@ class SpreadSpawner:
         lock = None if request.lock is None or node.is_far else request.lock.fileno()
         inherits = [] if node.is_far else list(request.inherits)
         path = self._scratch / f"request-{member}.json"
-        told = Request(
+        outpost_request = Request(
             member=member,
             argv=list(request.argv),
             variables=dict(request.variables),
@@ -72,7 +72,7 @@ class SpreadSpawner:
             identity=self._identity,
             gpus=None if share.gpus is None else list(share.gpus),
         )
-        write_text(path, msgspec.json.encode(told).decode())
+        write_text(path, msgspec.json.encode(outpost_request).decode())
         surroundings = engine_variables(os.environ)
         if node.is_far:  # Slurm's steps would inherit those of the keeper's node
             surroundings.pop(GPUS, None)

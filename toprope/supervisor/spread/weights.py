@@ -46,9 +46,9 @@ class WeightSource:
     async def _answer(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != self._bearer:
             return web.Response(status=401)
-        known = request.query.get("after", "")
+        after = request.query.get("after", "")
         limit = asyncio.get_running_loop().time() + _WAIT_S
-        while (newest := newest_version(self._folder)) is None or str(newest) == known:
+        while (newest := newest_version(self._folder)) is None or str(newest) == after:
             if asyncio.get_running_loop().time() >= limit:
                 return web.Response(status=204)
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -77,24 +77,24 @@ class WeightMirror:
             self._task.cancel()
 
     async def _follow(self, url: str) -> None:
-        known, told = "", False
+        version, complained = "", False
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=_READ_S)
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
             while True:
                 try:
-                    async with session.get(f"{url}/weights", params={"after": known} if known else {}) as answer:
+                    async with session.get(f"{url}/weights", params={"after": version} if version else {}) as answer:
                         if answer.status == 204:
                             continue
                         answer.raise_for_status()
-                        known, layout = answer.headers["X-Version"], int(answer.headers["X-Layout"])
+                        version, layout = answer.headers["X-Version"], int(answer.headers["X-Layout"])
                         body = memoryview(await answer.read())
-                    told = False
+                    complained = False
                     await asyncio.to_thread(
-                        write_version, self._folder, int(known), bytes(body[:layout]), bytes(body[layout:])
+                        write_version, self._folder, int(version), bytes(body[:layout]), bytes(body[layout:])
                     )
                 except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
-                    known = ""
-                    if not told:
+                    version = ""
+                    if not complained:
                         print(f"the newest weights could not be copied: {error!r}", file=sys.stderr, flush=True)
-                    told = True
+                    complained = True
                     await asyncio.sleep(_AGAIN_S)

@@ -91,21 +91,21 @@ class BudgetWatcher(Watcher):
 
     def _tell_damage(self) -> None:
         """Say that the use of former attempts is unknown, and stop a run with limits: they cannot be kept."""
-        what = f"What the run has used is unknown: {self._damage}"
+        text = f"What the run has used is unknown: {self._damage}"
         self._damage = ""
         if self._counts:
-            self._control.record_event("warning", what=f"{what} It is counted from zero.")
+            self._control.record_event("warning", what=f"{text} It is counted from zero.")
             return
-        why = f"{what} Its limits cannot be kept. The owner repairs the file, or removes it to count from zero."
+        why = f"{text} Its limits cannot be kept. The owner repairs the file, or removes it to count from zero."
         self._control.stop(StopOrder(reason=why))
 
     def _count_time(self) -> None:
         """Add the wall time since the last call, and the same for each GPU that the run has."""
         started = self._control.status().started_at is not None
-        last, self._counted_at = self._counted_at, time.monotonic()
-        if last is None or not started:
+        former, self._counted_at = self._counted_at, time.monotonic()
+        if former is None or not started:
             return
-        passed = self._counted_at - last
+        passed = self._counted_at - former
         self._add(wall_s=passed, gpu_s=passed * self._gpus)
 
     def _count_cpu(self) -> None:
@@ -161,30 +161,30 @@ class BudgetWatcher(Watcher):
         if f"{rule}:{quantity}" in self._recorded or f"budget_spent:{quantity}" in self._recorded:
             return
         self._recorded.add(f"{rule}:{quantity}")
-        over = rule == "budget_spent"
+        is_spent = rule == "budget_spent"
         unit, total = UNITS[quantity], self._control.status().progress.get("total_steps")
         after = f" after step {self._usage.steps} of {total}" if needed and total else ""
-        more = f", and the next call may cost {needed:.3g}" if needed else ""
-        what = f"{used:.3g} of {cap.value:.3g} {unit} ({cap.limit}) are used{after}{more}"
+        next_call = f", and the next call may cost {needed:.3g}" if needed else ""
+        text = f"{used:.3g} of {cap.value:.3g} {unit} ({cap.limit}) are used{after}{next_call}"
         assert self._limits is not None
         finding = Finding(
             rule=rule,
-            level="critical" if over else "warning",
-            what=f"{what}; the run is stopped with a checkpoint." if over else f"{what}.",
+            level="critical" if is_spent else "warning",
+            what=f"{text}; the run is stopped with a checkpoint." if is_spent else f"{text}.",
             observed={quantity: round(used, 6)},
             threshold=f"{cap.limit}: {cap.value:g} {unit}" + (f" ({cap.reason})" if cap.reason else ""),
             source=f"{_SOURCE}: set by {self._limits.source}",
             confidence="high",
             next="get_results shows the result so far; the checkpoint is kept. The owner sets the limit."
-            if over
+            if is_spent
             else "Nothing has to be done: at the limit the run is stopped with a checkpoint.",
             step=self._usage.steps or None,
         )
         self._control.record_event("finding", **finding.model_dump(mode="json"))
-        if over:
+        if is_spent:
             why = f" Reason: {cap.reason}" if cap.reason else ""
             limit = f"{cap.limit} of {cap.value:g} {unit}"
-            reached = f"is reached{after}" + (f" ({used:.3g} are used{more})" if more else "")
+            reached = f"is reached{after}" + (f" ({used:.3g} are used{next_call})" if next_call else "")
             self._control.stop(StopOrder(reason=f"The limit {limit} {reached}, set by {self._limits.source}.{why}"))
 
     def _write(self) -> None:

@@ -62,12 +62,12 @@ class DiagnosisWatcher(Watcher):
 
     def _check_groups(self, report: Making) -> None:
         """Record that groups fail: when it begins, when it gets worse, and when it is over."""
-        now, before = self._failed_groups.take(report.begun, report.given_up), self._failing
+        current, before = self._failed_groups.take(report.begun, report.given_up), self._failing
         self._errors = Counter(report.errors)
-        if now is not None and (before is None or severity(now.level) > severity(before.level)):
-            self._failing = now.model_copy(update={"step": self._step})
+        if current is not None and (before is None or severity(current.level) > severity(before.level)):
+            self._failing = current.model_copy(update={"step": self._step})
             self._record([self._failing])
-        elif now is None and before is not None:
+        elif current is None and before is not None:
             self._failing = None
             self._record([before.model_copy(update={"level": "over", "next": "", "step": self._step})])
 
@@ -105,8 +105,8 @@ class DiagnosisWatcher(Watcher):
 
     def _was_note(self, finding: Finding) -> bool:
         """True if a finding is over that was never recorded as an event."""
-        known = [one for one in self._control.status().findings if one.rule == finding.rule]
-        return finding.level == "over" and all(one.level == "note" for one in known)
+        earlier = [former for former in self._control.status().findings if former.rule == finding.rule]
+        return finding.level == "over" and all(former.level == "note" for former in earlier)
 
     def _show_open(self) -> None:
         others = [finding for finding in (self._standstill, self._failing) if finding is not None]
@@ -118,7 +118,7 @@ class DiagnosisWatcher(Watcher):
         kinds = self._errors.most_common(3)
         if finding.rule != "scorer_errors" or not kinds:
             return finding
-        most = ", ".join(f"{kind} ({count})" for kind, count in kinds)
+        listing = ", ".join(f"{kind} ({count})" for kind, count in kinds)
         return finding.model_copy(
-            update={"what": f"{finding.what} Most are {most}.", "observed": {**finding.observed, **dict(kinds)}}
+            update={"what": f"{finding.what} Most are {listing}.", "observed": {**finding.observed, **dict(kinds)}}
         )

@@ -72,11 +72,11 @@ class DiskWatcher(Watcher):
     def _pause(self, free: int, needed: int) -> None:
         self._paused = True
         if self._seen_short:
-            what = f"The disk has {_mb(free)} left, and the run needs {_mb(needed)}: it is paused; nothing is lost."
+            text = f"The disk has {_mb(free)} left, and the run needs {_mb(needed)}: it is paused; nothing is lost."
         else:
-            what = f"A member found no room for its data ({self._complaint}): the run is paused."
-        self._record("critical", what, free, needed)
-        self._control.pause(what)
+            text = f"A member found no room for its data ({self._complaint}): the run is paused."
+        self._record("critical", text, free, needed)
+        self._control.pause(text)
 
     def _proceed(self, free: int, needed: int) -> None:
         self._record("over", f"The disk has {_mb(free)} left: the run proceeds.", free, needed)
@@ -84,7 +84,7 @@ class DiskWatcher(Watcher):
         self._complaint, self._wait_until = "", 0.0
         self._control.proceed()
 
-    def _record(self, level: Literal["critical", "over"], what: str, free: int, needed: int) -> None:
+    def _record(self, level: Literal["critical", "over"], text: str, free: int, needed: int) -> None:
         observed: dict[str, int | str] = {
             "free_bytes": free,
             "needed_bytes": needed,
@@ -95,7 +95,7 @@ class DiskWatcher(Watcher):
         finding = Finding(
             rule="disk_full",
             level=level,
-            what=what,
+            what=text,
             observed=observed,
             threshold="free space of at least the floor and the newest checkpoint's size",
             source="machine.disk_floor_mb in the owner's settings; without it 2 % of the disk, at most 500 MB",

@@ -102,10 +102,10 @@ class ProvenanceWatcher(Watcher):
     def _run(self) -> None:
         folder = self._control.folder
         try:
-            first = Manifest.read(folder) if self._attempt > 1 else None
+            original = Manifest.read(folder) if self._attempt > 1 else None
             manifest = collect_manifest(folder, self._control.specification)
             while True:
-                self._write(folder, manifest, first)
+                self._write(folder, manifest, original)
                 if (work := self._work.get()) is None:
                     return
                 work(manifest)
@@ -114,13 +114,13 @@ class ProvenanceWatcher(Watcher):
             if folder.path.is_dir():
                 self._failed = f"{type(error).__name__}: {error}"
 
-    def _write(self, folder: RunFolder, manifest: Manifest, first: Manifest | None) -> None:
-        if first is None:
+    def _write(self, folder: RunFolder, manifest: Manifest, original: Manifest | None) -> None:
+        if original is None:
             manifest.write(folder)
         elif manifest.complete:  # before that, inputs that have not loaded yet would look different
-            differing = differing_inputs(first.inputs, manifest.inputs)
-            later = {**first.later_attempts, str(self._attempt): differing}
-            first.model_copy(update={"later_attempts": later}).write(folder)
+            differing = differing_inputs(original.inputs, manifest.inputs)
+            later = {**original.later_attempts, str(self._attempt): differing}
+            original.model_copy(update={"later_attempts": later}).write(folder)
 
 
 def collect_manifest(folder: RunFolder, specification: Specification) -> Manifest:
@@ -169,16 +169,16 @@ def hash_policy(model: str, folder: Path) -> Policy:
     commit = folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not (commit and path.name == _CARD))
     total = sum(path.stat().st_size for path in files)
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     contents = total <= _MOST_POLICY
     if not contents:
-        whole.update(folder.name.encode())
+        hasher.update(folder.name.encode())
     for path in files:
         name = path.relative_to(folder).as_posix()
-        own = sha256_of(path) if contents else str(path.stat().st_size)
-        whole.update(f"{name}\0{own}\n".encode())
+        fingerprint = sha256_of(path) if contents else str(path.stat().st_size)
+        hasher.update(f"{name}\0{fingerprint}\n".encode())
     hashed = "contents" if contents else "names and sizes"
-    licence, digest = _licence(folder / _CARD), whole.hexdigest()
+    licence, digest = _licence(folder / _CARD), hasher.hexdigest()
     return Policy(model=model, revision=commit, licence=licence, sha256=digest, hashed=hashed, bytes=total)
 
 
@@ -188,12 +188,12 @@ def _licence(card: Path) -> str:
         with card.open(encoding="utf-8", errors="replace") as file:
             _, front, _ = re.split(r"^---$", file.read(_MOST_FRONT), maxsplit=2, flags=re.MULTILINE)
         front = yaml.load(front, yaml.BaseLoader)  # noqa: S506 (makes only texts, lists and dicts, whatever its tags say)
-        found, name = front.get("license"), front.get("license_name")
+        licence, name = front.get("license"), front.get("license_name")
     except Exception:  # anybody may have written it
         return ""
-    listed = found[:_MOST_LICENCES] if isinstance(found, list) else [found]
-    found = ", ".join(one for one in listed if isinstance(one, str) and one not in ("null", "~"))
-    return clip(f"other: {name}" if found == "other" and name and isinstance(name, str) else found, 100)
+    listed = licence[:_MOST_LICENCES] if isinstance(licence, list) else [licence]
+    text = ", ".join(entry for entry in listed if isinstance(entry, str) and entry not in ("null", "~"))
+    return clip(f"other: {name}" if text == "other" and name and isinstance(name, str) else text, 100)
 
 
 def _digest(value: Any) -> str:
@@ -258,14 +258,14 @@ def _environment(source: EnvironmentSource, knobs: Mapping[str, Any]) -> Environ
         path: Path | None = Path(source.file)
     else:
         path = _ROOT / "toprope" / "sdk" / "adapters" / f"{source.adapter}.py" if source.adapter else None
-    there = path is not None and path.is_file()
-    named = [value for value in knobs.values() if isinstance(value, str)]
-    named += [one.file for one in source.rewards]
-    files = {name: sha256_of(Path(name)) for name in named if _is_small_file(name)}
+    exists = path is not None and path.is_file()
+    names = [value for value in knobs.values() if isinstance(value, str)]
+    names += [reward.file for reward in source.rewards]
+    files = {name: sha256_of(Path(name)) for name in names if _is_small_file(name)}
     return EnvironmentInputs(
         name=source.name,
         source=source.place,
-        sha256=sha256_of(path) if path is not None and there else None,
+        sha256=sha256_of(path) if path is not None and exists else None,
         files=files,
         python=source.interpreter or "",
         packages=_installed_in(source.interpreter),

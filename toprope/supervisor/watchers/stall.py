@@ -92,21 +92,21 @@ class StallWatcher(Watcher):
         if self._stalled_since is not None:
             stood = now - self._stalled_since
             self._stalled_since = None
-            what = f"It moves again after {duration(stood)}."
-            self._control.record_event("stall", over=True, what=what, seconds=round(stood))
+            text = f"It moves again after {duration(stood)}."
+            self._control.record_event("stall", over=True, what=text, seconds=round(stood))
 
     def _describe_stall(self, idle: float, limit: float) -> dict[str, Any]:
         status, usual = self._control.status(), self._usual_s()
         waiting = int(status.counts.get("waiting") or 0)
         component, why = self._likely_cause(status.state, waiting)
         moves = "step" if status.state in _TRAINING_STATES else "progress"
-        what = f"No {moves} for {duration(idle)} while everything is alive"
-        what += f", usually one in {usual:.1f} s; " if usual is not None else "; "
-        first = component.partition(" ")[0]
+        text = f"No {moves} for {duration(idle)} while everything is alive"
+        text += f", usually one in {usual:.1f} s; " if usual is not None else "; "
+        suspect = component.partition(" ")[0]
         return {
             "component": component,
-            "what": f"{what}{component} seems to hold it up: {why}.",
-            "next": f'read_logs(run_id="{status.run_id}", component="{first}") shows its last lines; if it hangs, '
+            "what": f"{text}{component} seems to hold it up: {why}.",
+            "next": f'read_logs(run_id="{status.run_id}", component="{suspect}") shows its last lines; if it hangs, '
             "stop_training, then resume_training.",
             "seconds": round(idle),
             "limit_s": round(limit, 1),
