@@ -46,8 +46,8 @@ class Account:
 
     @property
     def disk_gb(self) -> float:
-        now = self.usage.disk_bytes / GB
-        return max(now, self.reserved.get("disk_gb", 0.0)) if self.live else now
+        used = self.usage.disk_bytes / GB
+        return max(used, self.reserved.get("disk_gb", 0.0)) if self.live else used
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ def demand_of(config: Config, kind: RunKind, *, processors: int, gpu: str | None
 
 def spent(usage: Usage) -> dict[str, float]:
     """Return usage by the quantities of limits; cost is left out if its price is unknown."""
-    found = {
+    quantities = {
         "wall_hours": usage.wall_s / HOUR,
         "cpu_hours": usage.cpu_s / HOUR,
         "gpu_hours": usage.gpu_s / HOUR,
         "disk_gb": usage.disk_bytes / GB,
         "steps": float(usage.steps),
     }
-    return found if usage.cost_usd is None else found | {"cost_usd": usage.cost_usd}
+    return quantities if usage.cost_usd is None else quantities | {"cost_usd": usage.cost_usd}
 
 
 def freeze_limits(
@@ -139,15 +139,15 @@ def freeze_limits(
         limit = limits.get(f"per_day.{quantity}")
         if limit is None or (quantity == "gpu_hours" and demand.gpu is None):
             continue
-        left = limit.max - sum(account.held(quantity) for account in accounts)
+        remaining = limit.max - sum(account.held(quantity) for account in accounts)
         bound = bound_by.get(quantity)
         if bound is None and not any(refusal.limit == limit.name for refusal in refusals):
-            bound = max(left, 0.0) / count  # unbounded: it may use what is left of the day
+            bound = max(remaining, 0.0) / count  # unbounded: it may use what is left of the day
         if bound is None:
             continue
         free = bound_by.get(quantity) == 0
-        if not free and (left <= 0 or bound * count > left * (1 + 1e-9)):
-            refusals.append(_too_much(limits, limit, quantity, bound, count, left, accounts, demand))
+        if not free and (remaining <= 0 or bound * count > remaining * (1 + 1e-9)):
+            refusals.append(_too_much(limits, limit, quantity, bound, count, remaining, accounts, demand))
         else:
             reserved[quantity] = bound
             if quantity not in caps or caps[quantity].value > bound:
@@ -187,25 +187,25 @@ def bounds(
     """
     walls = [demand.own_s / HOUR] if demand.own_s is not None else []
     walls += [caps["wall_hours"].value] if "wall_hours" in caps else []
-    found: dict[str, float] = {}
+    most_used: dict[str, float] = {}
     for quantity, factor in (
         ("cpu_hours", demand.processors),
         ("gpu_hours", demand.gpus if demand.gpu is not None else 0),
     ):
-        known = [min(walls) * factor] if walls else []
-        known += [caps[quantity].value] if quantity in caps else []
+        candidates = [min(walls) * factor] if walls else []
+        candidates += [caps[quantity].value] if quantity in caps else []
         if not factor:
-            known = [0.0]
-        if known:
-            found[quantity] = min(known)
+            candidates = [0.0]
+        if candidates:
+            most_used[quantity] = min(candidates)
     priced = (cpu_price is not None or not demand.processors) and (demand.gpu is None or gpu_price is not None)
     priced = priced and demand.tokens_usd is not None
-    if "cpu_hours" in found and "gpu_hours" in found and priced:
-        machine_usd = found["cpu_hours"] * (cpu_price or 0.0) + found["gpu_hours"] * (gpu_price or 0.0)
-        found["cost_usd"] = machine_usd + (demand.tokens_usd or 0.0)
+    if "cpu_hours" in most_used and "gpu_hours" in most_used and priced:
+        machine_usd = most_used["cpu_hours"] * (cpu_price or 0.0) + most_used["gpu_hours"] * (gpu_price or 0.0)
+        most_used["cost_usd"] = machine_usd + (demand.tokens_usd or 0.0)
     if "cost_usd" in caps:
-        found["cost_usd"] = min(found.get("cost_usd", caps["cost_usd"].value), caps["cost_usd"].value)
-    return found
+        most_used["cost_usd"] = min(most_used.get("cost_usd", caps["cost_usd"].value), caps["cost_usd"].value)
+    return most_used
 
 
 def _unknown_price(limits: Limits, demand: Demand, cpu_price: float | None, gpu_price: float | None) -> list[Refusal]:
@@ -222,7 +222,7 @@ def _unknown_price(limits: Limits, demand: Demand, cpu_price: float | None, gpu_
             refusals.append(
                 Refusal(
                     name,
-                    f"{_named(limits, limit)}, and the cost of this run is unknown: there is no price in "
+                    f"{_describe(limits, limit)}, and the cost of this run is unknown: there is no price in "
                     f"{' and '.join(missing)}.",
                     "A run of unknown cost does not start; the owner adds the price to limits.yaml, or to the model in "
                     "settings.yaml.",
@@ -235,7 +235,7 @@ def _steps(limits: Limits, demand: Demand) -> list[Refusal]:
     limit = limits.get("per_run.steps")
     if limit is None or demand.steps is None or demand.steps <= limit.max:
         return []
-    text = f"{_named(limits, limit)}; budget.steps is {demand.steps}."
+    text = f"{_describe(limits, limit)}; budget.steps is {demand.steps}."
     return [Refusal(limit.name, text, f"budget.steps of at most {limit.max:g} fits.")]
 
 
@@ -248,7 +248,7 @@ def _at_once(limits: Limits, accounts: Sequence[Account], count: int) -> list[Re
         refusals.append(
             Refusal(
                 limit.name,
-                f"{_named(limits, limit)}; {len(live)} are live{f' ({names})' if names else ''}, and this asks for "
+                f"{_describe(limits, limit)}; {len(live)} are live{f' ({names})' if names else ''}, and this asks for "
                 f"{count} more.",
                 _room(int(limit.max) - len(live)) + " now; a run that ends or is stopped makes room.",
             )
@@ -259,15 +259,15 @@ def _at_once(limits: Limits, accounts: Sequence[Account], count: int) -> list[Re
         refusals.append(
             Refusal(
                 limit.name,
-                f"{_named(limits, limit)}; {today} were started today, and this asks for {count} more.",
+                f"{_describe(limits, limit)}; {today} were started today, and this asks for {count} more.",
                 _room(int(limit.max) - today) + " today; the count begins again tomorrow.",
             )
         )
     return refusals
 
 
-def _room(left: int) -> str:
-    return f"At most {left} more fit" if left > 0 else "None fits"
+def _room(count: int) -> str:
+    return f"At most {count} more fit" if count > 0 else "None fits"
 
 
 def _too_much(
@@ -276,21 +276,21 @@ def _too_much(
     quantity: str,
     bound: float,
     count: int,
-    left: float,
+    remaining: float,
     accounts: Sequence[Account],
     demand: Demand,
 ) -> Refusal:
     used = sum(account.used_today.get(quantity, 0.0) for account in accounts)
-    held = sum(account.held(quantity) for account in accounts) - used
-    each = f"{count} times {bound:.3g}" if count > 1 else f"up to {bound:.3g}"
+    reserved = sum(account.held(quantity) for account in accounts) - used
+    demanded = f"{count} times {bound:.3g}" if count > 1 else f"up to {bound:.3g}"
     text = (
-        f"{_named(limits, limit)}; {used:.3g} were used today, live runs may still use {held:.3g}, so "
-        f"{max(left, 0.0):.3g} are left, and this may use {each}."
+        f"{_describe(limits, limit)}; {used:.3g} were used today, live runs may still use {reserved:.3g}, so "
+        f"{max(remaining, 0.0):.3g} are left, and this may use {demanded}."
     )
-    if left <= 0 or bound <= 0:
+    if remaining <= 0 or bound <= 0:
         return Refusal(limit.name, text, "Nothing fits today; what live runs leave unused is free when they end.")
     rate = _an_hour(limits, demand, quantity)
-    train_s = int(left / count / rate * HOUR - demand.beside_s) if rate else 0
+    train_s = int(remaining / count / rate * HOUR - demand.beside_s) if rate else 0
     if demand.steps is None or train_s < 1:
         return Refusal(limit.name, text, "Too little is left today; the count begins again tomorrow.")
     return Refusal(limit.name, text, f"budget.max_train_seconds of at most {train_s} fits.")
@@ -312,21 +312,21 @@ def _disk(
     limit = limits.get("disk_gb")
     if limit is None:
         return []
-    held = sum(account.disk_gb for account in accounts)
-    left, own = limit.max - held, caps.get("disk_gb")
-    wanted = own.value * count if own is not None else 0.0
-    if left <= 0 or wanted > left:
-        asks = f", and this may use {wanted:.3g}" if own is not None else ""
-        text = f"{_named(limits, limit)}; runs have or may still use {held:.3g}{asks}."
+    held_gb = sum(account.disk_gb for account in accounts)
+    remaining, cap = limit.max - held_gb, caps.get("disk_gb")
+    wanted = cap.value * count if cap is not None else 0.0
+    if remaining <= 0 or wanted > remaining:
+        asks = f", and this may use {wanted:.3g}" if cap is not None else ""
+        text = f"{_describe(limits, limit)}; runs have or may still use {held_gb:.3g}{asks}."
         return [Refusal(limit.name, text, "The owner can remove old runs with `toprope prune`.")]
-    if own is None:
-        caps["disk_gb"] = Cap(value=left, limit=limit.name, reason=limit.reason)
+    if cap is None:
+        caps["disk_gb"] = Cap(value=remaining, limit=limit.name, reason=limit.reason)
     else:
-        reserved["disk_gb"] = own.value
+        reserved["disk_gb"] = cap.value
     return []
 
 
-def _named(limits: Limits, limit: Limit) -> str:
+def _describe(limits: Limits, limit: Limit) -> str:
     unit = UNITS[limit.name.rsplit(".", 1)[-1]]
     text = f"{limit.name} is {limit.max:g} {unit}, set by {limits.source}"
     return f"{text} (reason: {limit.reason.rstrip('.')})" if limit.reason else text

@@ -249,14 +249,14 @@ def named(failure: Failure) -> Failure:
     """
     if failure.kind:
         return failure
-    found = classify(failure.component, failure.exit_code, failure.signal, failure.excerpt, failure.reason)
+    classified = classify(failure.component, failure.exit_code, failure.signal, failure.excerpt, failure.reason)
     general = not failure.hint or failure.hint.startswith(_GENERAL)
     hint = failure.hint
     if general:
-        hint = found.hint
+        hint = classified.hint
         if "read_logs" not in hint and failure.component != "keeper":
             hint += f" read_logs(component={failure.component!r}) shows its log."
-    return failure.model_copy(update={"kind": found.kind, "evidence": found.evidence, "hint": hint})
+    return failure.model_copy(update={"kind": classified.kind, "evidence": classified.evidence, "hint": hint})
 
 
 _GENERAL = ("read_logs(", "Toprope did not send that signal")

@@ -66,7 +66,7 @@ def examine(
     return Integrity(
         checks=[
             _safely("splits", lambda: _splits(_read(folder.path / "contents.json"))),
-            _safely("evaluator", lambda: _sources([one for one in (before, after) if one])),
+            _safely("evaluator", lambda: _sources([evaluation for evaluation in (before, after) if evaluation])),
             _safely("lineage", lambda: _lineage(folder, specification)),
             _safely("length", lambda: _length(rows, before, after)),
             _safely("format", lambda: _format(before, after)),
@@ -89,28 +89,30 @@ def lone_wins(run_id: str, group: Sequence[Measured]) -> Check:
         group: All measured runs of its group, this one included.
     """
     unknown = Check(name="seeds", state="unknown", what="No other seed of its group was measured on the same tasks.")
-    own = next((one for one in group if one.run_id == run_id), None)
-    if own is None:
+    measured = next((run for run in group if run.run_id == run_id), None)
+    if measured is None:
         return unknown
-    mine = Side(run_id, (own,))
-    rest = [one for one in group if one.run_id != run_id and not unlike(mine, Side(one.run_id, (one,)))]
-    if not rest or unlike(mine, Side("others", tuple(rest))):
+    own_side = Side(run_id, (measured,))
+    other_runs = [run for run in group if run.run_id != run_id and not unlike(own_side, Side(run.run_id, (run,)))]
+    if not other_runs or unlike(own_side, Side("others", tuple(other_runs))):
         return unknown
     # An answer that its judge left out is missing in one run alone.
-    (own,), others = (side.runs for side in on_shared_tasks(mine, Side("others", tuple(rest))))
-    by_task = list(zip(own.sampled.wins, *(one.sampled.wins for one in others), strict=True))
-    alone = sum(won > 0 and not any(rest) for won, *rest in by_task)
-    rival = max(others, key=lambda one: one.sampled.accuracy)
+    (measured,), others = (side.runs for side in on_shared_tasks(own_side, Side("others", tuple(other_runs))))
+    by_task = list(zip(measured.sampled.wins, *(run.sampled.wins for run in others), strict=True))
+    alone = sum(won > 0 and not any(rival_wins) for won, *rival_wins in by_task)
+    rival = max(others, key=lambda run: run.sampled.accuracy)
     best = rival.sampled.accuracy
     # Answers are sampled, so some tasks are solved by one seed alone by chance.
-    differences = [mine - theirs for mine, theirs in zip(own.sampled.wins, rival.sampled.wins, strict=True)]
-    lucky = own.sampled.accuracy - best > max(best / 2, _SHARE) and sign_flip(differences) < _UNLIKELY
+    differences = [
+        own_wins - best_wins for own_wins, best_wins in zip(measured.sampled.wins, rival.sampled.wins, strict=True)
+    ]
+    lucky = measured.sampled.accuracy - best > max(best / 2, _SHARE) and sign_flip(differences) < _UNLIKELY
     what = f"{alone} of {len(by_task)} tasks are solved by this seed alone; the next best seed reaches {best:.1%}."
     return Check(
         name="seeds",
         state="warning" if lucky else "ok",
         what=f"{what} A win of one seed alone is no gain." if lucky else what,
-        observed={"alone": alone, "tasks": len(by_task), "accuracy": own.sampled.accuracy, "next_best": best},
+        observed={"alone": alone, "tasks": len(by_task), "accuracy": measured.sampled.accuracy, "next_best": best},
     )
 
 
@@ -123,10 +125,10 @@ def lineage_of(folder: RunFolder, model: str) -> list[dict[str, Any]]:
     """
     runs, line = folder.path.parent.resolve(), []
     for _ in range(_LONGEST_LINE_OF_DESCENT):
-        found = _checkpoint_of(runs, model)
-        if found is None:
+        checkpoint = _checkpoint_of(runs, model)
+        if checkpoint is None:
             break
-        run_id, step = found
+        run_id, step = checkpoint
         line.append({"run": run_id, "step": step})
         spec = _read(runs / run_id / "spec.json")
         try:
@@ -153,40 +155,44 @@ def _splits(contents: Any) -> Check:
     name = "splits"
     try:
         attempts = list(contents["attempts"].values())
-        seen = {split: max(int(one["seen"][split]) for one in attempts) for split in attempts[0]["seen"]}
-        copies = {pair: max(int(one["copies"][pair]) for one in attempts) for pair in attempts[0]["copies"]}
-        sharing = max(int(one["heldout_sharing_passages"]) for one in attempts)
+        seen = {split: max(int(attempt["seen"][split]) for attempt in attempts) for split in attempts[0]["seen"]}
+        copies = {pair: max(int(attempt["copies"][pair]) for attempt in attempts) for pair in attempts[0]["copies"]}
+        sharing = max(int(attempt["heldout_sharing_passages"]) for attempt in attempts)
         words = int(attempts[-1]["passage_words"])
-        skipped = sum(int(one["train_not_looked_at"]) for one in attempts)
+        skipped = sum(int(attempt["train_not_looked_at"]) for attempt in attempts)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         return Check(name=name, state="unknown", what="The sampled tasks were not recorded.")
     observed = {"seen": seen, "copies": copies, "sharing_passages": sharing, "train_not_looked_at": skipped}
-    told = f"{seen.get('train', 0)} training, {seen.get('validation', 0)} validation and {seen.get('heldout', 0)} "
-    told += "held-out tasks were seen"
+    tasks_seen = (
+        f"{seen.get('train', 0)} training, {seen.get('validation', 0)} validation and {seen.get('heldout', 0)} "
+    )
+    tasks_seen += "held-out tasks were seen"
     if skipped:
-        told += f", of {skipped} training tasks whole texts only"
+        tasks_seen += f", of {skipped} training tasks whole texts only"
     problems = [f"{count} {pair.replace('_', ' and ')} copies" for pair, count in copies.items() if count]
     if sharing:
         problems.append(f"{sharing} held-out tasks that share a passage of {words} words with training tasks")
     if problems:
-        what = f"{told}: {', '.join(problems)}. Accuracy on held-out tasks may be remembered, not learned."
+        what = f"{tasks_seen}: {', '.join(problems)}. Accuracy on held-out tasks may be remembered, not learned."
         return Check(name=name, state="warning", what=what, observed=observed)
     if not seen.get("train") or not seen.get("heldout"):
-        return Check(name=name, state="unknown", what=f"{told}, too few to tell.", observed=observed)
-    return Check(name=name, state="ok", what=f"{told}; none is a copy of a task in another split.", observed=observed)
+        return Check(name=name, state="unknown", what=f"{tasks_seen}, too few to tell.", observed=observed)
+    return Check(
+        name=name, state="ok", what=f"{tasks_seen}; none is a copy of a task in another split.", observed=observed
+    )
 
 
 def _sources(evaluations: Sequence[Mapping[str, Any]]) -> Check:
     name = "evaluator"
-    told = [one.get("evaluator") or {} for one in evaluations]
-    loaded = [one.get("loaded") for one in told]
-    if not loaded or not all(isinstance(one, dict) for one in loaded):
+    evaluators = [evaluation.get("evaluator") or {} for evaluation in evaluations]
+    loaded = [evaluator.get("loaded") for evaluator in evaluators]
+    if not loaded or not all(isinstance(versions, dict) for versions in loaded):
         return Check(name=name, state="unknown", what="The code that measured was not recorded.")
-    observed = {"loaded": loaded[-1], "versions": told[-1].get("versions") or {}}
-    if any(one != loaded[0] for one in loaded):
+    observed = {"loaded": loaded[-1], "versions": evaluators[-1].get("versions") or {}}
+    if any(versions != loaded[0] for versions in loaded):
         what = "Different code of environment or evaluator measured before and after training."
         return Check(name=name, state="warning", what=what, observed=observed | {"before": loaded[0]})
-    on_disk = next((one["on_disk"] for one in told if one.get("on_disk")), None)
+    on_disk = next((evaluator["on_disk"] for evaluator in evaluators if evaluator.get("on_disk")), None)
     if on_disk:
         what = "The code of environment or evaluator changed on disk during the run; the run kept the loaded version."
         return Check(name=name, state="warning", what=what, observed=observed | {"on_disk": on_disk})
@@ -204,11 +210,13 @@ def _lineage(folder: RunFolder, specification: Specification) -> Check:
     except Corrupt:
         manifest = None
     sha, hashed = (manifest.policy.sha256, manifest.policy.hashed) if manifest else (None, "")
-    told = " which started from ".join(
-        f"step {one['step']} of {one['run']}," if "run" in one else str(one["model"] or "an unknown model")
-        for one in line
+    ancestry = " which started from ".join(
+        f"step {ancestor['step']} of {ancestor['run']},"
+        if "run" in ancestor
+        else str(ancestor["model"] or "an unknown model")
+        for ancestor in line
     )
-    what = f"The weights started from {told}"
+    what = f"The weights started from {ancestry}"
     if policy.revision:
         what += f" at revision {policy.revision}"
     observed = {"line": line, "revision": policy.revision, "sha256": sha, "hashed": hashed}
@@ -229,15 +237,15 @@ def _length(
     if len(lengths) >= 2:
         part = max(1, len(lengths) // 10)
         pairs["training"] = statistics.fmean(lengths[:part]), statistics.fmean(lengths[-part:])
-    measured = _two(before, after, "answer_tokens")
+    measured = _values_of(before, after, "answer_tokens")
     if measured is not None:
         pairs["held-out"] = measured
     if not pairs:
         return Check(name=name, state="unknown", what="Answer lengths were not measured twice.")
-    observed = {where: {"first": round(first, 3), "last": round(last, 3)} for where, (first, last) in pairs.items()}
-    told = ", ".join(f"{where} {first:.3g} to {last:.3g} tokens" for where, (first, last) in pairs.items())
+    observed = {label: {"first": round(first, 3), "last": round(last, 3)} for label, (first, last) in pairs.items()}
+    changes = ", ".join(f"{label} {first:.3g} to {last:.3g} tokens" for label, (first, last) in pairs.items())
     drifted = any(last > _LENGTH_FACTOR * first or first > _LENGTH_FACTOR * last for first, last in pairs.values())
-    what = f"Mean answer length: {told}."
+    what = f"Mean answer length: {changes}."
     if drifted:
         what += (
             f" They changed by more than {_LENGTH_FACTOR:g} times: read some (get_results detailed, ask_checkpoint)."
@@ -246,28 +254,30 @@ def _length(
 
 
 def _format(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Check:
-    found = {name: _two(before, after, name) for name in ("parse_failures", "truncated")}
-    known = {name: pair for name, pair in found.items() if pair is not None}
-    if not known:
+    pairs = {name: _values_of(before, after, name) for name in ("parse_failures", "truncated")}
+    measured = {name: pair for name, pair in pairs.items() if pair is not None}
+    if not measured:
         return Check(name="format", state="unknown", what="The form of held-out answers was not measured twice.")
     words = {"parse_failures": "answers that could not be read", "truncated": "answers that were cut off"}
-    told = ", ".join(f"{words[name]} {first:.1%} to {last:.1%}" for name, (first, last) in known.items())
-    worse = any(last - first > _SHARE for first, last in known.values())
-    what = f"Held-out, before to after: {told}."
+    changes = ", ".join(f"{words[name]} {first:.1%} to {last:.1%}" for name, (first, last) in measured.items())
+    worse = any(last - first > _SHARE for first, last in measured.values())
+    what = f"Held-out, before to after: {changes}."
     if worse:
         what += " An increase suggests a reward that can be had without answering."
-    observed = {name: {"before": first, "after": last} for name, (first, last) in known.items()}
+    observed = {name: {"before": first, "after": last} for name, (first, last) in measured.items()}
     return Check(name="format", state="warning" if worse else "ok", what=what, observed=observed)
 
 
-def _two(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, name: str) -> tuple[float, float] | None:
-    found: list[float] = []
-    for one in (before, after):
-        value = ((one or {}).get("sampled") or {}).get(name)
+def _values_of(
+    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, name: str
+) -> tuple[float, float] | None:
+    values: list[float] = []
+    for evaluation in (before, after):
+        value = ((evaluation or {}).get("sampled") or {}).get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        found.append(float(value))
-    return found[0], found[1]
+        values.append(float(value))
+    return values[0], values[1]
 
 
 def _read(path: Path) -> Any:

@@ -62,10 +62,10 @@ class Reproduction(BaseModel, extra="forbid"):
                     f"Same as {self.of} over the {self.steps} steps that both have; they have {self.steps_first} and "
                     f"{self.steps_second}. {inputs}"
                 )
-            named = ", ".join(self.differing[:_MOST_NAMED])
+            names = ", ".join(self.differing[:_MOST_NAMED])
             return (
                 f"Not the same as {self.of}: {len(self.differing)} of {self.compared} metrics differ from step "
-                f"{self.first_difference} on ({named}). {inputs}"
+                f"{self.first_difference} on ({names}). {inputs}"
             )
         heldout = self.heldout or "Held-out accuracy was not measured in both."
         return f"Beside {self.of}, which was not deterministic, so steps cannot be equal: {heldout} {inputs}"
@@ -100,17 +100,17 @@ def compare_runs_of_one(
         heldout: Accuracies after training, or of a test.
         measured: Name of those accuracies in the text.
     """
-    other = {row["step"]: row for row in second}
-    shared = [(row, other[row["step"]]) for row in first if row["step"] in other]
+    second_by_step = {row["step"]: row for row in second}
+    shared = [(row, second_by_step[row["step"]]) for row in first if row["step"] in second_by_step]
     names: set[str] = set()
     differing: dict[str, int] = {}
-    for one, two in shared:
-        for name in (one.keys() | two.keys()) - {"step"}:
+    for first_row, second_row in shared:
+        for name in (first_row.keys() | second_row.keys()) - {"step"}:
             if is_timing(name):
                 continue
             names.add(name)
-            if one.get(name) != two.get(name):
-                differing.setdefault(name, one["step"])
+            if first_row.get(name) != second_row.get(name):
+                differing.setdefault(name, first_row["step"])
     return Reproduction(
         of=of,
         deterministic=deterministic,
@@ -135,11 +135,11 @@ def _heldout(first: Proportion | None, second: Proportion | None, measured: str)
 
 def differing_inputs(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
     """Return the differing leaves of two manifests by dotted name, with both values; None for a missing one."""
-    found: dict[str, list[Any]] = {}
+    differing: dict[str, list[Any]] = {}
     for key in [*first, *(key for key in second if key not in first)]:
-        name, one, two = f"{prefix}{key}", first.get(key), second.get(key)
-        if isinstance(one, dict) and isinstance(two, dict):
-            found |= differing_inputs(one, two, f"{name}.")
-        elif one != two:
-            found[name] = [one, two]
-    return found
+        name, first_value, second_value = f"{prefix}{key}", first.get(key), second.get(key)
+        if isinstance(first_value, dict) and isinstance(second_value, dict):
+            differing |= differing_inputs(first_value, second_value, f"{name}.")
+        elif first_value != second_value:
+            differing[name] = [first_value, second_value]
+    return differing

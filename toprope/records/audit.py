@@ -58,11 +58,11 @@ def shorten(arguments: Any, secrets: Iterable[str] = (), depth: int = 4) -> Any:
     if isinstance(arguments, Mapping):
         if depth <= 0:
             return f"[{len(arguments)} names]"
-        found = {}
+        shortened = {}
         for name, value in list(arguments.items())[:20]:
             hidden = isinstance(value, str) and len(value) >= 8 and any(w in str(name).lower() for w in _SECRET_WORDS)
-            found[_cut(str(name), secrets)[:80]] = "[secret]" if hidden else shorten(value, secrets, depth - 1)
-        return found
+            shortened[_cut(str(name), secrets)[:80]] = "[secret]" if hidden else shorten(value, secrets, depth - 1)
+        return shortened
     if isinstance(arguments, list | tuple):
         if depth <= 0:
             return f"[{len(arguments)} values]"
@@ -99,27 +99,28 @@ class AuditTrail:
         head = os.open(self._head, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(head, fcntl.LOCK_EX)
-            number, last, first = _read_head(os.pread(head, 256, 0))
+            number, last_digest, oldest_number = _read_head(os.pread(head, 256, 0))
             file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 size = os.fstat(file).st_size
                 tail = os.pread(file, _LONGEST_LINE, max(0, size - _LONGEST_LINE))
-                if (seen := _last_line(tail)) is not None and seen[0] > number:  # a crash came between line and head
-                    number, last = seen
+                last_line = _last_line(tail)
+                if last_line is not None and last_line[0] > number:  # a crash came between line and head
+                    number, last_digest = last_line
                 if size > MOST_BYTES:
                     os.close(file)
-                    first = self._rotate(first)
-                    _write_head(head, number, last, first)  # the line below may fail
+                    oldest_number = self._rotate(oldest_number)
+                    _write_head(head, number, last_digest, oldest_number)  # the line below may fail
                     file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
                     size, tail = 0, b""
-                line, digest = _line(number + 1, last, entry)
+                line, digest = _line(number + 1, last_digest, entry)
                 lead = b"\n" if size and not tail.endswith(b"\n") else b""
                 if os.write(file, lead + line) < len(lead + line):  # a disk that fills up takes a part
                     os.ftruncate(file, size)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             finally:
                 os.close(file)
-            _write_head(head, number + 1, digest, first)
+            _write_head(head, number + 1, digest, oldest_number)
         finally:
             os.close(head)
 
@@ -131,50 +132,50 @@ class AuditTrail:
 
     def newest(self, most: int) -> list[dict[str, Any]]:
         """The newest entries, newest first, from the end of the newest file that has any."""
-        found: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         for part in range(PARTS + 1):
             try:
                 with self._part(part).open("rb") as file:
                     for raw in lines_backwards(file, most * _LONGEST_LINE, most * _LONGEST_LINE):
                         with suppress(ValueError):
                             data = json.loads(raw)
-                            found += [data] if isinstance(data, dict) else []
+                            entries += [data] if isinstance(data, dict) else []
             except FileNotFoundError:
                 continue
-            if len(found) >= most:
+            if len(entries) >= most:
                 break
-        return found[:most]
+        return entries[:most]
 
     def verify(self) -> Trail:
         """Check the chain from the oldest line kept to the head."""
         problems: list[str] = []
-        number, last, count, oldest = 0, "", 0, 0
+        number, last_digest, count, oldest = 0, "", 0, 0
         for place, data, raw in self._read():
             if not isinstance(data, dict) or not isinstance(data.get("n"), int):
                 problems.append(f"{place} is not a line of the trail")
                 continue
             count += 1
-            if not last:
+            if not last_digest:
                 oldest = data["n"]
             elif data["n"] != number + 1:
                 problems.append(f"lines {number + 1} to {data['n'] - 1} are missing before {place}")
-            elif data.get("prev") != last:
+            elif data.get("prev") != last_digest:
                 problems.append(f"{place} does not follow line {number}")
             if _digest(raw) != data.get("hash"):
                 problems.append(f"{place} (line {data['n']}) was changed")
-            number, last = data["n"], str(data.get("hash"))
+            number, last_digest = data["n"], str(data.get("hash"))
         try:
-            told, digest, first = _read_head(self._head.read_bytes())
+            head_number, head_digest, head_oldest = _read_head(self._head.read_bytes())
         except OSError:
-            told, digest, first = 0, _START, 0
+            head_number, head_digest, head_oldest = 0, _START, 0
             if count:
                 problems.append(f"{self._head.name} is missing")
-        if told > number:
-            problems.append(f"lines {number + 1} to {told} are missing at the end")
-        elif told == number and count and digest != last:
+        if head_number > number:
+            problems.append(f"lines {number + 1} to {head_number} are missing at the end")
+        elif head_number == number and count and head_digest != last_digest:
             problems.append(f"line {number} is not the one that was written")
-        if first and oldest > first:
-            problems.append(f"lines {first} to {oldest - 1} are missing at the beginning")
+        if head_oldest and oldest > head_oldest:
+            problems.append(f"lines {head_oldest} to {oldest - 1} are missing at the beginning")
         return Trail(count, oldest, tuple(problems))
 
     def _read(self) -> Iterator[tuple[str, Any, bytes]]:
@@ -194,31 +195,35 @@ class AuditTrail:
     def _part(self, number: int) -> Path:
         return self.path if number == 0 else self._home / f"audit.{number}.jsonl"
 
-    def _rotate(self, first: int) -> int:
+    def _rotate(self, oldest_number: int) -> int:
         """Put the file aside; return the number of the oldest line kept."""
         for number in range(PARTS - 1, -1, -1):
             if self._part(number).exists():
                 os.replace(self._part(number), self._part(number + 1))
         oldest = next((self._part(n) for n in range(PARTS, 0, -1) if self._part(n).exists()), None)
         if oldest is None:
-            return first
+            return oldest_number
         with oldest.open("rb") as file:
             try:
                 return int(json.loads(file.readline())["n"])
             except (ValueError, KeyError, TypeError):
-                return first
+                return oldest_number
 
 
-def _write_head(head: int, number: int, digest: str, first: int) -> None:
-    os.pwrite(head, f"{number} {digest} {max(first, 1)}\n".ljust(120).encode(), 0)
+def _write_head(head: int, number: int, digest: str, oldest_number: int) -> None:
+    os.pwrite(head, f"{number} {digest} {max(oldest_number, 1)}\n".ljust(120).encode(), 0)
 
 
-def _line(number: int, last: str, entry: Mapping[str, Any]) -> tuple[bytes, str]:
+def _line(number: int, previous_digest: str, entry: Mapping[str, Any]) -> tuple[bytes, str]:
     at = {"n": number, "at": round(time.time(), 3)}
-    body = {**at, **entry, "prev": last}
+    body = {**at, **entry, "prev": previous_digest}
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str)
     if len(text.encode()) > _LONGEST_LINE - 200:
-        body = {**at, **{name: entry[name] for name in ("by", "did", "outcome") if name in entry}, "prev": last}
+        body = {
+            **at,
+            **{name: entry[name] for name in ("by", "did", "outcome") if name in entry},
+            "prev": previous_digest,
+        }
         text = json.dumps(body | {"arguments": "[too long]"}, ensure_ascii=False, separators=(",", ":"), default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{text[:-1]},"hash":"{digest}"}}\n'.encode(), digest
@@ -239,7 +244,7 @@ def _last_line(tail: bytes) -> tuple[int, str] | None:
 
 def _read_head(raw: bytes) -> tuple[int, str, int]:
     try:
-        number, digest, first = raw.split()
-        return int(number), digest.decode(), int(first)
+        number, digest, oldest_number = raw.split()
+        return int(number), digest.decode(), int(oldest_number)
     except ValueError:
         return 0, _START, 0

@@ -63,8 +63,8 @@ class Experiment(BaseModel):
     @property
     def accuracy(self) -> float | None:
         """The mean over its runs; None if none was measured."""
-        known = [one.accuracy for one in self.figures.values() if one.accuracy is not None]
-        return sum(known) / len(known) if known else None
+        accuracies = [figures.accuracy for figures in self.figures.values() if figures.accuracy is not None]
+        return sum(accuracies) / len(accuracies) if accuracies else None
 
 
 class Ledger:
@@ -88,10 +88,10 @@ class Ledger:
         """
         lock = FileLock(f"{self.path}.lock", timeout=_LOCK_WITHIN_S, mode=0o600)
         try:
-            held = lock.acquire()
+            acquired = lock.acquire()
         except OSError as error:
             raise NotPossibleNow(f"{lock.lock_file} cannot be locked: {error}.", hint="Call again.") from None
-        with held:
+        with acquired:
             yield
 
     def put(self, entry: Experiment) -> Experiment:
@@ -106,10 +106,10 @@ class Ledger:
 
     def new_id(self) -> str:
         """A free id such as `exp-7f3k`."""
-        known = self._read()[0]
-        while (found := f"exp-{random_id(4)}") in known:
+        entries = self._read()[0]
+        while (free_id := f"exp-{random_id(4)}") in entries:
             pass
-        return found
+        return free_id
 
     def get(self, experiment_id: str) -> Experiment:
         """An entry.
@@ -117,17 +117,17 @@ class Ledger:
         Raises:
             NotFound: No entry has that id; the message names the latest.
         """
-        known = self._read()[0]
-        if experiment_id not in known:
-            latest = [entry.id for entry in _newest_first(known)[:5]]
+        entries = self._read()[0]
+        if experiment_id not in entries:
+            latest = [entry.id for entry in _newest_first(entries)[:5]]
             hint = f"The latest: {', '.join(latest)}." if latest else "There are none yet; omit experiment_id."
             raise NotFound(f"There is no experiment {shown(experiment_id)}.", hint=hint)
-        return known[experiment_id]
+        return entries[experiment_id]
 
     def entries(self, environment: str | None = None, limit: int = 1000) -> list[Experiment]:
         """Entries, the newest first."""
-        known = _newest_first(self._read()[0])
-        return [entry for entry in known if environment in (None, entry.environment)][:limit]
+        newest_first = _newest_first(self._read()[0])
+        return [entry for entry in newest_first if environment in (None, entry.environment)][:limit]
 
     def goals(self) -> dict[str, str]:
         """Goals by environment, the one that was set last at the end."""
@@ -148,14 +148,14 @@ class Ledger:
         with file:
             for line in file:
                 try:
-                    read = msgspec.json.decode(line)  # a quarter of the time of json.loads
-                    if read["op"] == "experiment":
-                        entry = Experiment.model_validate(read)
+                    record = msgspec.json.decode(line)  # a quarter of the time of json.loads
+                    if record["op"] == "experiment":
+                        entry = Experiment.model_validate(record)
                         entries[entry.id] = entry
-                    elif read["op"] == "goal":
-                        environment = str(read["environment"])
+                    elif record["op"] == "goal":
+                        environment = str(record["environment"])
                         goals.pop(environment, None)
-                        goals[environment] = str(read["goal"])
+                        goals[environment] = str(record["goal"])
                 except (msgspec.DecodeError, ValueError, TypeError, KeyError, RecursionError):
                     continue
         return entries, goals

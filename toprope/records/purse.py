@@ -55,7 +55,7 @@ class Purse:
         beside: Callable[[], float] = lambda: 0.0,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._path, self.cap, self._limit, self._beside = path, cap, limit, beside
+        self._path, self.cap, self._limit, self._other_usd = path, cap, limit, beside
         self._lock: AbstractContextManager[object] = lock or nullcontext()
         self._closed, self._open = _read(path)
         self._lines = 0
@@ -83,14 +83,14 @@ class Purse:
                 f"{self._limit} limits the cost, and the price of this call is unknown: it was not made.",
                 hint="The owner adds prompt_usd and completion_usd to the model, in USD per million tokens.",
             )
-        left = self.cap - self._beside() - self.total
-        if usd > left:
+        remaining = self.cap - self._other_usd() - self.total
+        if usd > remaining:
             reached = LimitReached(
-                f"{self._limit} allows {self.cap:.4g} USD here, {max(left, 0.0):.4g} USD are left, and this call may "
-                f"cost {usd:.4g} USD: it was not made.",
+                f"{self._limit} allows {self.cap:.4g} USD here, {max(remaining, 0.0):.4g} USD are left, and this "
+                f"call may cost {usd:.4g} USD: it was not made.",
                 hint="Fewer or shorter answers cost less; the owner sets the limit in limits.yaml.",
             )
-            reached.used, reached.needed = self.cap - left, usd
+            reached.used, reached.needed = self.cap - remaining, usd
             raise reached
 
     def reserve(self, usd: float | None) -> int:
@@ -142,17 +142,17 @@ def read_spending(path: Path) -> dict[str, float]:
 def _read(path: Path) -> tuple[dict[str, float], dict[int, tuple[str, float]]]:
     """Return USD by day of the closed entries, and day and USD of the open ones by number."""
     closed: dict[str, float] = {}
-    found: dict[int, tuple[str, float]] = {}
+    still_open: dict[int, tuple[str, float]] = {}
     for line in _lines(path):
         day, usd = str(line["day"]), float(line["usd"])
         number = line.get("n")
         if isinstance(number, int) and not line.get("done"):
-            found[number] = day, usd
+            still_open[number] = day, usd
             continue
         if isinstance(number, int):
-            found.pop(number, None)
+            still_open.pop(number, None)
         closed[day] = closed.get(day, 0.0) + usd
-    return closed, found
+    return closed, still_open
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

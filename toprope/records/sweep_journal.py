@@ -45,16 +45,16 @@ def sweep_of(run_id: str) -> tuple[str, int | None] | None:
 
     None for a run outside any sweep.
     """
-    found = _OF_A_SWEEP.match(run_id)
-    return (found["sweep"], int(found["number"]) if found["number"] else None) if found else None
+    match = _OF_A_SWEEP.match(run_id)
+    return (match["sweep"], int(match["number"]) if match["number"] else None) if match else None
 
 
 def members_in(runs: Path, sweep: str) -> list[str]:
     """The ids of a sweep's runs in a folder of runs, in the order of their candidates."""
     if not RUN_ID.fullmatch(sweep):
         return []
-    found = [path.name for path in runs.glob(f"{sweep}-*") if _MEMBER.fullmatch(path.name[len(sweep) :])]
-    return sorted(found, key=lambda name: (name.endswith("-final"), len(name), name))
+    run_ids = [path.name for path in runs.glob(f"{sweep}-*") if _MEMBER.fullmatch(path.name[len(sweep) :])]
+    return sorted(run_ids, key=lambda name: (name.endswith("-final"), len(name), name))
 
 
 class _Line(BaseModel, frozen=True):
@@ -155,9 +155,9 @@ class Standing:
         match decision:
             case Generation():
                 self.generations.append(decision)
-                for one in decision.candidates:
-                    self.candidates.setdefault(one.id, one)
-                    self.born.setdefault(one.id, decision.epoch)
+                for candidate in decision.candidates:
+                    self.candidates.setdefault(candidate.id, candidate)
+                    self.born.setdefault(candidate.id, decision.epoch)
             case Started():
                 self.runs[decision.candidate] = decision.run_id
             case Scored():
@@ -174,8 +174,10 @@ class Standing:
 
     def best_until(self, epoch: int) -> Scored | None:
         """The best among the candidates of an epoch and of the epochs before."""
-        scored = [one for one in self.scores.values() if one.score is not None and self.born[one.candidate] <= epoch]
-        return max(scored, key=lambda one: (one.score, self.line_steps(one.candidate)), default=None)
+        scored = [
+            entry for entry in self.scores.values() if entry.score is not None and self.born[entry.candidate] <= epoch
+        ]
+        return max(scored, key=lambda entry: (entry.score, self.line_steps(entry.candidate)), default=None)
 
     @property
     def epochs_completed(self) -> int:
@@ -189,16 +191,16 @@ class Standing:
 
     def steps_until(self, epoch: int) -> int:
         """Optimizer steps of the candidates of an epoch and of the epochs before."""
-        return sum(one.measured.steps for one in self.scores.values() if self.born[one.candidate] <= epoch)
+        return sum(entry.measured.steps for entry in self.scores.values() if self.born[entry.candidate] <= epoch)
 
     def ranked(self) -> list[str]:
         """Return the candidates by score, the best first and those without a score last."""
-        order = {one: place for place, one in enumerate(self.candidates)}
+        order = {candidate: place for place, candidate in enumerate(self.candidates)}
 
-        def place(one: str) -> tuple[float, int, int]:
-            scored = self.scores.get(one)
+        def place(candidate: str) -> tuple[float, int, int]:
+            scored = self.scores.get(candidate)
             score = scored.score if scored and scored.score is not None else -math.inf
-            return (-score, -self.line_steps(one), order[one])
+            return (-score, -self.line_steps(candidate), order[candidate])
 
         return sorted(self.candidates, key=place)
 

@@ -29,8 +29,8 @@ _SEALED = "heldout"
 
 def content_id(messages: Sequence[dict[str, Any]]) -> str:
     """Id of a task whose content is its prompt alone; see `toprope.sdk.authoring.environment.Task`."""
-    questions = [str(one.get("content", "")) for one in messages if one.get("role") == "user"]
-    text = " ".join(questions or [str(one.get("content", "")) for one in messages])
+    questions = [str(message.get("content", "")) for message in messages if message.get("role") == "user"]
+    text = " ".join(questions or [str(message.get("content", "")) for message in messages])
     return hashlib.sha256(" ".join(text.casefold().split()).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -47,22 +47,22 @@ class TrainedTasks:
         self._path = folder / (FILE if driver == 1 else FILE.replace(".", f"-{driver}."))
         self.inherited = read_trained(base) if base is not None else frozenset[str]()
         """Ids of the tasks that the first weights were trained on."""
-        self._known = set(read_trained(folder))
+        self._recorded = set(read_trained(folder))
         self._unwritten: set[str] = set()
         """Ids that a full disk has not taken yet."""
-        self._append(self.inherited - self._known)
+        self._append(self.inherited - self._recorded)
 
     def add(self, task_id: str, messages: Sequence[dict[str, Any]]) -> None:
         """Record a task before it is trained on."""
-        self._append({task_id.rpartition("/")[2], content_id(messages)} - self._known)
+        self._append({task_id.rpartition("/")[2], content_id(messages)} - self._recorded)
 
-    def _append(self, new: set[str] | frozenset[str]) -> None:
-        self._known |= new
-        self._unwritten |= new
+    def _append(self, ids: set[str] | frozenset[str]) -> None:
+        self._recorded |= ids
+        self._unwritten |= ids
         if not self._unwritten:
             return
         try:
-            append(self._path, "".join(f"{one}\n" for one in sorted(self._unwritten)).encode(), wait=False)
+            append(self._path, "".join(f"{task_id}\n" for task_id in sorted(self._unwritten)).encode(), wait=False)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -83,11 +83,11 @@ def sync_trained(folder: Path) -> None:
 
 def read_trained(folder: Path) -> frozenset[str]:
     """Return the ids that a run recorded; empty for runs of earlier versions."""
-    found: set[str] = set()
+    ids: set[str] = set()
     for path in _files(folder):
         with contextlib.suppress(FileNotFoundError):
-            found.update(path.read_text(encoding="utf-8").split())
-    return frozenset(found)
+            ids.update(path.read_text(encoding="utf-8").split())
+    return frozenset(ids)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -96,14 +96,14 @@ def _files(folder: Path) -> list[Path]:
 
 def heldout_tasks(folder: RunFolder) -> frozenset[str]:
     """Return the ids of tasks that the run's evaluations held out. An outside environment may post groups of them."""
-    found: set[str] = set()
+    ids: set[str] = set()
     for label in _EVALUATIONS:
         try:
             evaluation = read_json(folder.evaluation(label))
             for measured in evaluation.values():
                 if isinstance(measured, dict) and measured.get("split", _SEALED) == _SEALED:
                     by_task = measured.get("by_task", {})
-                    found.update(by_task.get("tasks", ()), by_task.get("unjudged", ()))
+                    ids.update(by_task.get("tasks", ()), by_task.get("unjudged", ()))
         except (NotFound, Corrupt, AttributeError, TypeError):
             continue
-    return frozenset(found)
+    return frozenset(ids)

@@ -84,12 +84,12 @@ class Walls:
     @classmethod
     def from_variables(cls, variables: Mapping[str, str]) -> Walls:
         """The decisions that a parent process passed on; the default if there are none."""
-        given = variables.get(ENV_WALLS)
-        if not given:
+        encoded = variables.get(ENV_WALLS)
+        if not encoded:
             return cls()
-        said = json.loads(given)
-        agents = tuple(said.get("agents", ()))  # a keeper of an earlier version names none
-        return cls(said["required"], tuple(said["closed"]), said["homes"], said["rights"], agents)
+        data = json.loads(encoded)
+        agents = tuple(data.get("agents", ()))  # a keeper of an earlier version names none
+        return cls(data["required"], tuple(data["closed"]), data["homes"], data["rights"], agents)
 
 
 def _absolute(rights: EnvironmentRights, home: Home) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Knob(msgspec.Struct):
 
     def declaration(self) -> dict[str, Any]:
         """Everything but the value, as drafts store it."""
-        return {name: one for name, one in msgspec.structs.asdict(self).items() if name != "value"}
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "value"}
 
 
 class RewardPart(msgspec.Struct):

@@ -68,7 +68,7 @@ def apply_changes(
             field = find_field(name, fields)
             if name in NOT_EDITABLE:
                 raise InvalidValue(f"{name} cannot be edited: {NOT_EDITABLE[name]}.")
-            typed = _allowed(field, value, locks)
+            typed = _require_allowed(field, value, locks)
         except (InvalidValue, NotFound) as problem:
             problems.append(problem)
             continue
@@ -78,8 +78,8 @@ def apply_changes(
         if name.startswith(f"{KNOBS}."):
             set_knobs[name.removeprefix(f"{KNOBS}.")] = typed
         else:
-            section, _, last = name.partition(".")
-            values[section][last] = typed
+            section, _, key = name.partition(".")
+            values[section][key] = typed
     values["environment"]["knobs"] = set_knobs
     sections = {name: getattr(config, name).model_copy(deep=True, update=values[name]) for name in SECTIONS}
     result = config.model_copy(update=sections)
@@ -95,7 +95,7 @@ def apply_changes(
     raise kind(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
 
 
-def _allowed(field: Field, value: Any, locks: LockCheck | None) -> Any:
+def _require_allowed(field: Field, value: Any, locks: LockCheck | None) -> Any:
     """The value in the field's own type, if the owner allows it.
 
     Of a value that the field does not accept, the owner's reason is told only if its type is right.

@@ -69,19 +69,19 @@ def cluster_key(path: Path) -> str:
     return key
 
 
-def read_secret(given: Path, what: str) -> str:
+def read_secret(file: Path, description: str) -> str:
     """The text of a private file.
 
     Raises:
         InvalidValue: The file cannot be read, or others can read it.
     """
-    path = given.expanduser()
+    path = file.expanduser()
     try:
         if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise InvalidValue(f"Others can read the {what} {path}.", hint=f"Run: chmod 600 {path}")
+            raise InvalidValue(f"Others can read the {description} {path}.", hint=f"Run: chmod 600 {path}")
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"The {what} {path} cannot be read: {error}.") from None
+        raise InvalidValue(f"The {description} {path} cannot be read: {error}.") from None
 
 
 class Cluster(BaseModel, extra="forbid", frozen=True):
@@ -150,8 +150,8 @@ class Clusters(BaseModel, extra="forbid", frozen=True):
             InvalidValue: The file cannot be read or is wrong.
         """
         data = read_yaml(path) if path.exists() else {}
-        named = {str(name): read_fields(Cluster, entry, f"{path}, {name}") for name, entry in data.items()}
-        return cls(named=named, path=path)
+        clusters = {str(name): read_fields(Cluster, entry, f"{path}, {name}") for name, entry in data.items()}
+        return cls(named=clusters, path=path)
 
     def chosen(self, launcher: LauncherSection) -> tuple[str, Cluster]:
         """Name and settings of the cluster for a run: the one that the run names, else the only one of its kind.

@@ -74,12 +74,12 @@ def parse_endpoints(data: Any, where: str) -> dict[str, Endpoint]:
         return {}
     if not isinstance(data, dict):
         raise InvalidValue(f"{where} must be a mapping of names to base_url, model and key.")
-    found = {}
+    endpoints = {}
     for name, entry in data.items():
         if not isinstance(name, str) or not MODEL_NAME.fullmatch(name) or name == BASE:
             raise InvalidValue(
                 f"{where}: {name!r} is not a valid name for a model.",
                 hint=f"Lower-case letters, digits, '.', '_' and '-'; {BASE!r} is the draft's own policy.",
             )
-        found[name] = read_fields(Endpoint, entry, f"{where}, {name}")
-    return found
+        endpoints[name] = read_fields(Endpoint, entry, f"{where}, {name}")
+    return endpoints

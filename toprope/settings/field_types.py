@@ -47,23 +47,23 @@ def reader(
         metadata: Constraints and validators, as in `Annotated`.
     """
     if choices is not None:
-        found: Any = Annotated[Any, BeforeValidator(functools.partial(_choose, choices))]
+        annotated: Any = Annotated[Any, BeforeValidator(functools.partial(_choose, choices))]
     elif annotation in _READABLE:
-        found = _READABLE[annotation]
+        annotated = _READABLE[annotation]
     else:
         *key, item = get_args(annotation)
         parts = (*key, item if item is Any or get_origin(item) is Literal else _READABLE[item])
-        found = Annotated[get_origin(annotation)[parts], BeforeValidator(_json)]
+        annotated = Annotated[get_origin(annotation)[parts], BeforeValidator(_json)]
     if metadata:
-        found = Annotated[found, *metadata]
-    return TypeAdapter(Annotated[found | None, BeforeValidator(_null)] if nullable else found)
+        annotated = Annotated[annotated, *metadata]
+    return TypeAdapter(Annotated[annotated | None, BeforeValidator(_null)] if nullable else annotated)
 
 
-def template_variables(given: dict[str, Any]) -> dict[str, Any]:
+def template_variables(variables: dict[str, Any]) -> dict[str, Any]:
     """Check variables of a chat template: their names, that they are JSON scalars, and their size."""
-    if len(given) > _MOST_VARIABLES or len(json.dumps(given, default=str)) > _MOST_VARIABLES_TEXT:
+    if len(variables) > _MOST_VARIABLES or len(json.dumps(variables, default=str)) > _MOST_VARIABLES_TEXT:
         raise ValueError(f"at most {_MOST_VARIABLES} variables of together {_MOST_VARIABLES_TEXT} characters are taken")
-    for name, value in given.items():
+    for name, value in variables.items():
         word = keyword.iskeyword(name) or keyword.iskeyword(name.capitalize())
         if word or not (name.isascii() and name.isidentifier()) or name in _OF_PROMPTS or name.endswith("_token"):
             raise ValueError(f"{short_json(name)} is not a variable that a chat template may be given")
@@ -72,7 +72,7 @@ def template_variables(given: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} must be true or false without quotes, a number, a text or null")
         if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
             raise ValueError(f"{name} holds half of a character (a surrogate), which no text may")
-    return given
+    return variables
 
 
 def card_type(text: str) -> tuple[Any, bool]:
@@ -81,13 +81,13 @@ def card_type(text: str) -> tuple[Any, bool]:
     "int | float" is a number; any other union, and an unknown word, is for the environment to judge.
     """
     words = [word.strip() for word in text.lower().split("|")]
-    found = [_CARD_TYPES.get(word.split("[")[0], Any) for word in words if word not in ("null", "none", "nonetype")]
-    if len(found) == 1 and found[0] == list[Any]:
+    kinds = [_CARD_TYPES.get(word.split("[")[0], Any) for word in words if word not in ("null", "none", "nonetype")]
+    if len(kinds) == 1 and kinds[0] == list[Any]:
         item = _CARD_TYPES.get(text.lower().strip().removesuffix("]").partition("[")[2], Any)
         if item in _READABLE:
-            found = [types.GenericAlias(list, (item,))]
-    single = found[0] if len(found) == 1 else float if {*found} == {int, float} else Any
-    return single, len(found) < len(words)
+            kinds = [types.GenericAlias(list, (item,))]
+    single = kinds[0] if len(kinds) == 1 else float if {*kinds} == {int, float} else Any
+    return single, len(kinds) < len(words)
 
 
 def _null(value: Any) -> Any:
@@ -101,9 +101,9 @@ def _boolean(value: Any) -> Any:
 def _number(value: Any) -> Any:
     # Python reads "1_000" and "１" as numbers; a configuration should not.
     if isinstance(value, str) and value.isascii() and "_" not in value:
-        for read in (int, float):
+        for parse in (int, float):
             with suppress(ValueError):
-                return read(value)
+                return parse(value)
     return value
 
 
@@ -122,16 +122,16 @@ def _json(value: Any) -> Any:
 
 def _json_value(value: Any) -> Any:
     """Any JSON value, or text; the environment itself judges it when it is opened."""
-    read = _json(value)
+    parsed = _json(value)
     try:
         if value is None:
             raise ValueError
-        json.dumps(read, allow_nan=False)
+        json.dumps(parsed, allow_nan=False)
     except (TypeError, ValueError):
         if isinstance(value, str):  # such as "NaN"
             return value
         raise PydanticCustomError("not_json", "not a JSON value") from None
-    return read
+    return parsed
 
 
 def _choose(choices: tuple[Any, ...], value: Any) -> Any:

@@ -102,8 +102,8 @@ class Field:
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             if problem["type"] == "value_error":  # of a validator in the schema, which says more than the type
-                said = problem["msg"].removeprefix("Value error, ").rstrip(".")
-                raise InvalidValue(f"{self.name}: {said}.") from None
+                reason = problem["msg"].removeprefix("Value error, ").rstrip(".")
+                raise InvalidValue(f"{self.name}: {reason}.") from None
         except (RecursionError, OverflowError):
             pass
         raise InvalidValue(f"{self.name}: {short_json(value)} is not {self._accepted()}.")
@@ -234,18 +234,20 @@ def find_field(name: str, fields: Mapping[str, Field]) -> Field:
     """
     if name in fields:
         return fields[name]
-    if name == KNOBS or any(known.startswith(f"{name}.") for known in fields):
-        inside = [known for known in fields if known.startswith(f"{name}.")]
+    if name == KNOBS or any(field_name.startswith(f"{name}.") for field_name in fields):
+        inside = [field_name for field_name in fields if field_name.startswith(f"{name}.")]
         raise NotFound(
             f"{name} is a section, not a field.",
             hint=f"Its fields: {', '.join(inside)}." if inside else "This environment has no settings of its own.",
         )
-    last = name.rsplit(".", 1)[-1]
-    near = [known for known in fields if known.rsplit(".", 1)[-1] == last]
-    near += [known for known in difflib.get_close_matches(name, fields, n=3, cutoff=0.6) if known not in near]
+    ending = name.rsplit(".", 1)[-1]
+    near = [field_name for field_name in fields if field_name.rsplit(".", 1)[-1] == ending]
+    near += [
+        field_name for field_name in difflib.get_close_matches(name, fields, n=3, cutoff=0.6) if field_name not in near
+    ]
     if not near:
-        ends = {known.rsplit(".", 1)[-1]: known for known in fields}
-        near = [ends[end] for end in difflib.get_close_matches(last, ends, n=3, cutoff=0.6)]
+        ends = {field_name.rsplit(".", 1)[-1]: field_name for field_name in fields}
+        near = [ends[end] for end in difflib.get_close_matches(ending, ends, n=3, cutoff=0.6)]
     hint = f"Did you mean {' or '.join(near[:3])}?" if near else "get_config lists the fields there are."
     raise NotFound(f"There is no field {short_json(name)}.", hint=hint)
 

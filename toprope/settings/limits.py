@@ -137,33 +137,33 @@ class Limits:
             _take(limits, name, data.get(name), path)
         for section, names in (("per_run", PER_RUN), ("per_day", PER_DAY)):
             entries = check_keys(data.get(section) or {}, names, f"{path}, {section}")
-            for name, given in entries.items():
-                _take(limits, f"{section}.{name}", given, path)
+            for name, entry in entries.items():
+                _take(limits, f"{section}.{name}", entry, path)
         confirm, above = _confirm(data.get("confirm"), path)
         source = f"the owner, in {path}" if owners else f"the limits that ship with Toprope ({path})"
         return cls(limits, _prices(data.get("prices"), path), confirm=confirm, above=above, source=source)
 
 
-def _take(limits: dict[str, Limit], name: str, given: Any, path: Path) -> None:
-    if given is None:
+def _take(limits: dict[str, Limit], name: str, value: Any, path: Path) -> None:
+    if value is None:
         return
     reason = ""
-    if isinstance(given, dict):
-        entry = check_keys(given, ("max", "reason"), f"{path}, {name}")
-        given, reason = entry.get("max"), entry.get("reason") or ""
+    if isinstance(value, dict):
+        entry = check_keys(value, ("max", "reason"), f"{path}, {name}")
+        value, reason = entry.get("max"), entry.get("reason") or ""
         if not isinstance(reason, str):
             raise InvalidValue(f"{path}, {name}: reason must be text.", hint="Fix the file.")
-    limits[name] = Limit(name=name, max=_number(given, f"{path}, {name}"), reason=reason.strip())
+    limits[name] = Limit(name=name, max=_number(value, f"{path}, {name}"), reason=reason.strip())
 
 
-def _number(given: Any, where: str) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given) or given < 0:
-        raise InvalidValue(f"{where} must be a number of at least 0, not {given!r}.", hint="Fix the file.")
-    return float(given)
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise InvalidValue(f"{where} must be a number of at least 0, not {value!r}.", hint="Fix the file.")
+    return float(value)
 
 
-def _prices(given: Any, path: Path) -> Prices:
-    entry = check_keys(given or {}, ("cpu_hour_usd", "gpu_hour_usd"), f"{path}, prices")
+def _prices(value: Any, path: Path) -> Prices:
+    entry = check_keys(value or {}, ("cpu_hour_usd", "gpu_hour_usd"), f"{path}, prices")
     cpu, gpus = entry.get("cpu_hour_usd"), entry.get("gpu_hour_usd") or {}
     if not isinstance(gpus, dict):
         gpus = {_ANY: gpus}
@@ -173,16 +173,16 @@ def _prices(given: Any, path: Path) -> Prices:
     )
 
 
-def _confirm(given: Any, path: Path) -> tuple[Confirm, dict[str, float]]:
-    if given is None or given is False or given == "never":
+def _confirm(setting: Any, path: Path) -> tuple[Confirm, dict[str, float]]:
+    if setting is None or setting is False or setting == "never":
         return "never", {}
-    if given is True or given == "always":
+    if setting is True or setting == "always":
         return "always", {}
-    if not isinstance(given, dict):
+    if not isinstance(setting, dict):
         raise InvalidValue(
-            f"{path}, confirm must be never, always, or above with quantities, not {given!r}.",
+            f"{path}, confirm must be never, always, or above with quantities, not {setting!r}.",
             hint="For example: confirm: {above: {cost_usd: 1}}",
         )
-    entry = check_keys(given, ("above",), f"{path}, confirm")
+    entry = check_keys(setting, ("above",), f"{path}, confirm")
     above = check_keys(entry.get("above") or {}, PER_RUN, f"{path}, confirm.above")
     return "above", {name: _number(value, f"{path}, confirm.above.{name}") for name, value in above.items()}

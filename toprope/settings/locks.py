@@ -111,10 +111,10 @@ class Locks:
 
     def under(self, others: Iterable[Lock]) -> Locks:
         """These locks with others below them: where both lock a field, what both allow, else what these allow."""
-        joined = {one.field: one for one in others}
-        for own in self:
-            other = joined.get(own.field)
-            joined[own.field] = own if other is None else _joined(own, other)
+        joined = {lock.field: lock for lock in others}
+        for upper in self:
+            lower = joined.get(upper.field)
+            joined[upper.field] = upper if lower is None else _join(upper, lower)
         return Locks(joined, self.source)
 
     def __iter__(self) -> Iterator[Lock]:
@@ -129,8 +129,8 @@ class Locks:
         lock = self._locks.get(field)
         if lock is None or lock.allows(value):
             return None
-        given = "null" if value is None else shown(value)
-        return f"{field} is locked by the owner: {lock.says}, not {given}. Reason: {lock.reason}"
+        value_text = "null" if value is None else shown(value)
+        return f"{field} is locked by the owner: {lock.says}, not {value_text}. Reason: {lock.reason}"
 
     def nearest(self, field: str, value: Any) -> Any:
         """The allowed value of a field that is closest to this one."""
@@ -207,34 +207,38 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _joined(own: Lock, other: Lock) -> Lock:
+def _join(upper: Lock, lower: Lock) -> Lock:
     """A lock that holds what both allow; the first if nothing is allowed by both."""
-    if own.fixed or other.fixed:
-        return other if other.fixed and own.allows(other.value) else own
-    lows = [one.min for one in (own, other) if one.min is not None]
-    highs = [one.max for one in (own, other) if one.max is not None]
+    if upper.fixed or lower.fixed:
+        return lower if lower.fixed and upper.allows(lower.value) else upper
+    lows = [lock.min for lock in (upper, lower) if lock.min is not None]
+    highs = [lock.max for lock in (upper, lower) if lock.max is not None]
     low, high = max(lows, default=None), min(highs, default=None)
     if low is not None and high is not None and low > high:
-        return own
-    return Lock(own.field, own.reason, min=low, max=high)
+        return upper
+    return Lock(upper.field, upper.reason, min=low, max=high)
 
 
-def require_allowed_knobs(knobs: Mapping[str, Any], kept: Mapping[str, Mapping[str, Any]], environment: str) -> None:
+def require_allowed_knobs(
+    knobs: Mapping[str, Any], lock_records: Mapping[str, Mapping[str, Any]], environment: str
+) -> None:
     """Require that the owner allows the knobs of an opened environment.
 
     The defaults of an environment without a draft are known only when its worker has opened it.
 
     Args:
         knobs: Values by name.
-        kept: The owner's locks, as returned by `Locks.record`.
+        lock_records: The owner's locks, as returned by `Locks.record`.
         environment: Name of the environment.
 
     Raises:
         LockedField: A knob has a value that is not allowed.
     """
     locks = {
-        field: Lock(field, one["reason"], "value" in one, one.get("value"), one.get("min"), one.get("max"))
-        for field, one in kept.items()
+        field: Lock(
+            field, record["reason"], "value" in record, record.get("value"), record.get("min"), record.get("max")
+        )
+        for field, record in lock_records.items()
     }
     values = {f"{KNOBS}.{name}": value for name, value in knobs.items()}
     Locks(locks).require(values, f"Set them among the knobs of {environment}.")

@@ -23,11 +23,11 @@ class NotifySettings(BaseModel, extra="forbid"):
 
     @field_validator("url")
     @classmethod
-    def _is_web_address(cls, given: str) -> str:
-        parts = urlsplit(given)
-        if given and (parts.scheme not in ("http", "https") or not parts.hostname):
+    def _is_web_address(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if value and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise ValueError("must begin with http:// or https://")  # the address may be a secret: it is not repeated
-        return given
+        return value
 
     def wants(self, occasion: Occasion) -> bool:
         """True if somebody is to be told."""

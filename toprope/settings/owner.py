@@ -190,9 +190,9 @@ class OwnerSettings(BaseModel, extra="forbid"):
         """The variables of the lent tools with these names, as the process that starts workers gets them."""
         return {
             tool_variable(tool, name): value
-            for tool, one in self.tools.items()
+            for tool, settings in self.tools.items()
             if tool in names
-            for name, value in one.variables.items()
+            for name, value in settings.variables.items()
         }
 
     @classmethod
@@ -259,14 +259,14 @@ class Home:
     @property
     def locks_file(self) -> Path:
         """The file of the owner's locks if there is one, else the shipped file."""
-        own = self.configuration / "locks.yaml"
-        return own if _is_there(own) else CONFIGS / "locks.yaml"
+        owners_file = self.configuration / "locks.yaml"
+        return owners_file if _is_there(owners_file) else CONFIGS / "locks.yaml"
 
     @property
     def limits_file(self) -> Path:
         """The file of the owner's limits if there is one, else the shipped file."""
-        own = self.configuration / "limits.yaml"
-        return own if _is_there(own) else CONFIGS / "limits.yaml"
+        owners_file = self.configuration / "limits.yaml"
+        return owners_file if _is_there(owners_file) else CONFIGS / "limits.yaml"
 
     @property
     def strategies(self) -> Path:
@@ -300,8 +300,8 @@ class Home:
 
     def _own_folders(self, settings: OwnerSettings) -> list[Path]:
         """The owner's folders with environments; relative paths are within the configuration folder."""
-        own = [self.configuration / Path(folder).expanduser() for folder in settings.environments]
-        return [*own, self.configuration / "environments"]
+        folders = [self.configuration / Path(folder).expanduser() for folder in settings.environments]
+        return [*folders, self.configuration / "environments"]
 
     def strategy_folders(self, settings: OwnerSettings) -> list[Path]:
         """Folders for strategies, scorers and generators of data; the owner's folders with environments are among them.
@@ -320,8 +320,8 @@ class Home:
 
     def dataset_folders(self, settings: OwnerSettings) -> list[Path]:
         """The folders with files to train on; relative paths are within the configuration folder."""
-        own = [self.configuration / Path(folder).expanduser() for folder in settings.datasets]
-        return [self.path / "datasets", self.configuration / "datasets", *own]
+        owners_folders = [self.configuration / Path(folder).expanduser() for folder in settings.datasets]
+        return [self.path / "datasets", self.configuration / "datasets", *owners_folders]
 
     def ensure(self) -> Home:
         """Create the home folder; only its owner can read it and what lies in it.
@@ -343,9 +343,9 @@ class Home:
         """Take the rights of others to the home and what lies in it: earlier versions left them."""
         for path in (self.path, *self.path.iterdir()):
             try:
-                known = path.lstat()
-                if known.st_mode & 0o077 and not path.is_symlink() and known.st_uid == os.getuid():
-                    path.chmod(known.st_mode & 0o700)
+                file_stat = path.lstat()
+                if file_stat.st_mode & 0o077 and not path.is_symlink() and file_stat.st_uid == os.getuid():
+                    path.chmod(file_stat.st_mode & 0o700)
             except OSError:
                 continue
 
@@ -372,10 +372,10 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def _folder(named: str | None, default: str) -> Path:
-    if named:
-        return Path(named).expanduser().absolute()
+def _folder(chosen: str | None, default: str) -> Path:
+    if chosen:
+        return Path(chosen).expanduser().absolute()
     import platformdirs  # only if no folder is named
 
-    found: Any = getattr(platformdirs, default)("toprope", appauthor=False)
-    return Path(found)
+    default_path: Any = getattr(platformdirs, default)("toprope", appauthor=False)
+    return Path(default_path)

@@ -57,12 +57,12 @@ class Preset:
 
 def list_presets(folders: Sequence[Path]) -> dict[str, Path]:
     """Files of presets by name; an earlier folder wins."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for folder in folders:
         if folder.is_dir():
             for path in sorted(folder.glob("*.yaml")):
-                found.setdefault(path.stem, path)
-    return found
+                files.setdefault(path.stem, path)
+    return files
 
 
 def load_preset(name: str, folders: Sequence[Path]) -> Preset:
@@ -81,7 +81,7 @@ def load_preset(name: str, folders: Sequence[Path]) -> Preset:
     fields = all_fields()
     values = {}
     for section, entries in sections.items():
-        names = [known.partition(".")[2] for known in fields if known.startswith(f"{section}.")]
+        names = [field_name.partition(".")[2] for field_name in fields if field_name.startswith(f"{section}.")]
         for key, value in check_keys(entries or {}, names, f"{path}, config.{section}").items():
             try:
                 values[f"{section}.{key}"] = find_field(f"{section}.{key}", fields).coerce(value)
@@ -101,12 +101,12 @@ def load_preset(name: str, folders: Sequence[Path]) -> Preset:
     return preset
 
 
-def locks_under(own: Locks, preset: str | None, folders: Sequence[Path]) -> Locks:
+def locks_under(locks: Locks, preset: str | None, folders: Sequence[Path]) -> Locks:
     """The owner's locks with those of a preset below them; the owner's alone if there is no such preset any more.
 
     Raises:
         InvalidValue: The preset's file is wrong.
     """
     if not preset or preset not in list_presets(folders):
-        return own
-    return own.under(load_preset(preset, folders).locks)
+        return locks
+    return locks.under(load_preset(preset, folders).locks)

@@ -406,43 +406,45 @@ class Config(BaseModel, extra="forbid", validate_assignment=True):
                 else f"algorithm.trainer is for algorithm.name custom; the name is {algorithm.name}."
             )
         if self.launcher.driver_count > 1:
-            one = "needs one driver (launcher.drivers, launcher.nodes - 1)"
+            need = "needs one driver (launcher.drivers, launcher.nodes - 1)"
             if algorithm.deterministic:
-                found.append(f"algorithm.deterministic {one}, which samples in step.")
+                found.append(f"algorithm.deterministic {need}, which samples in step.")
             elif self.samples_in_step:
-                found.append(f"rollout.max_staleness 0 {one}, which samples in step.")
+                found.append(f"rollout.max_staleness 0 {need}, which samples in step.")
             if any(plan.curriculum for plan in members_of(self.environment)):
-                found.append(f"environment.curriculum {one}, which measures the levels.")
+                found.append(f"environment.curriculum {need}, which measures the levels.")
         return found
 
     def _engine_conflicts(self) -> list[str]:
-        engine, found = self.inference.engine, []
+        engine, problems = self.inference.engine, []
         if engine != "embedded" and self.algorithm.deterministic:
-            found.append(f"algorithm.deterministic needs inference.engine embedded; it is {engine}.")
+            problems.append(f"algorithm.deterministic needs inference.engine embedded; it is {engine}.")
         if engine == "vllm" and self.launcher.nodes > 1:
-            found.append("inference.engine vllm needs launcher.nodes 1: its weights do not travel between nodes.")
+            problems.append("inference.engine vllm needs launcher.nodes 1: its weights do not travel between nodes.")
         if self.inference.transfer == "gpu" and self.launcher.num_processes > 1 and not self.policy.lora:
-            found.append("inference.transfer gpu needs launcher.num_processes 1, or adapters (policy.lora).")
+            problems.append("inference.transfer gpu needs launcher.num_processes 1, or adapters (policy.lora).")
         if engine == "vllm" and self.algorithm.name == "custom":
-            found.append("inference.engine vllm takes no weights from a trainer of the owner (algorithm.name custom).")
+            problems.append(
+                "inference.engine vllm takes no weights from a trainer of the owner (algorithm.name custom)."
+            )
         bits = "4" if self.policy.load_in_4bit else "8"
         if engine == "vllm" and (self.policy.load_in_4bit or self.policy.load_in_8bit):
-            found.append(
+            problems.append(
                 f"policy.load_in_{bits}bit needs inference.engine embedded or transformers; it is vllm, which serves "
                 "the whole weights, so the trainer's check of them would fail. Change the engine, or set "
                 f"policy.load_in_{bits}bit to false."
             )
-        given = self.rollout.in_flight
-        if given == "drop" and engine != "embedded" or given == "keep" and engine == "transformers":
-            found.append(f"rollout.in_flight {given} is not possible with inference.engine {engine}.")
-        if given not in ("auto", "keep") and self.algorithm.deterministic:
-            found.append(f"algorithm.deterministic needs rollout.in_flight auto or keep; it is {given}.")
-        for name, asked in (("sleep", self.inference.sleep), ("transfer gpu", self.inference.transfer == "gpu")):
-            if engine != "vllm" and asked:
-                found.append(f"inference.{name} needs inference.engine vllm; it is {engine}.")
-            if asked and self.launcher.inference_gpus:
-                found.append(f"inference.{name} is for one GPU; launcher.inference_gpus gives inference its own.")
-        return found
+        in_flight = self.rollout.in_flight
+        if in_flight == "drop" and engine != "embedded" or in_flight == "keep" and engine == "transformers":
+            problems.append(f"rollout.in_flight {in_flight} is not possible with inference.engine {engine}.")
+        if in_flight not in ("auto", "keep") and self.algorithm.deterministic:
+            problems.append(f"algorithm.deterministic needs rollout.in_flight auto or keep; it is {in_flight}.")
+        for name, is_set in (("sleep", self.inference.sleep), ("transfer gpu", self.inference.transfer == "gpu")):
+            if engine != "vllm" and is_set:
+                problems.append(f"inference.{name} needs inference.engine vllm; it is {engine}.")
+            if is_set and self.launcher.inference_gpus:
+                problems.append(f"inference.{name} is for one GPU; launcher.inference_gpus gives inference its own.")
+        return problems
 
 
 SECTIONS: tuple[str, ...] = tuple(Config.model_fields)

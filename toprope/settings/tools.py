@@ -49,11 +49,11 @@ class LentTool(BaseModel, extra="forbid"):
     timeout_s: float = Field(30.0, gt=0, le=3600)
 
     @model_validator(mode="after")
-    def _one_kind(self) -> LentTool:
-        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
-        if self.provider is not None and "url" in given:
-            given.remove("url")
-        if len(given) != 1:
+    def _require_one_kind(self) -> LentTool:
+        kinds = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if self.provider is not None and "url" in kinds:
+            kinds.remove("url")
+        if len(kinds) != 1:
             raise ValueError(f"name one of {', '.join(_KINDS)}")
         return self
 
@@ -77,11 +77,11 @@ def tool_variable(tool: str, name: str) -> str:
     return f"{TOOL_VARIABLE}{tool}:{name}"
 
 
-def with_values(target: str, given: Mapping[str, str], used: Collection[str] = ()) -> str:
+def with_values(target: str, values: Mapping[str, str], used: Collection[str] = ()) -> str:
     """A target of the environment `orchestrator` with the values of the used tools' variables.
 
     Args:
-        given: Values by `tool_variable`.
+        values: Values by `tool_variable`.
         used: Names of tools; the variables of all others get null, as do those without a value.
     """
     if '"variables"' not in target:
@@ -89,5 +89,5 @@ def with_values(target: str, given: Mapping[str, str], used: Collection[str] = (
     content = json.loads(target)
     for tool, declared in content.get("tools", {}).items():
         for name in declared.get("variables") or ():
-            declared["variables"][name] = given.get(tool_variable(tool, name)) if tool in used else None
+            declared["variables"][name] = values.get(tool_variable(tool, name)) if tool in used else None
     return json.dumps(content, sort_keys=True)

@@ -45,7 +45,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 @functools.lru_cache(maxsize=32)
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     """Parse a text once; files are read at every call, because their present content counts."""
     # _UniqueKeys is a SafeLoader: no tags that create objects.
     return yaml.load(text, Loader=_UniqueKeys)  # noqa: S506
@@ -58,7 +58,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InvalidValue: It cannot be read, is not valid YAML, or is not a mapping with text keys.
     """
     try:
-        data = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
+        data = copy.deepcopy(_parse(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path} cannot be read: {error}.", hint="Fix the file.") from None
     except yaml.YAMLError as error:
@@ -141,8 +141,8 @@ def read_fields(model: type[Model], data: Any, where: str) -> Model:
         return model.model_validate(data)
     except ValidationError as error:
         problems = [
-            ": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"])))
-            for one in error.errors(include_input=False)
+            ": ".join(filter(None, (".".join(map(str, problem["loc"])), problem["msg"])))
+            for problem in error.errors(include_input=False)
         ]
         raise InvalidValue(f"{where}: {'; '.join(problems)}.", hint="Fix the file.") from None
 
@@ -170,15 +170,15 @@ def set_variable(path: Path, component: str, name: str, value: str) -> bool:
         before = read_yaml(path) if path.exists() else {}
     except OSError as error:
         raise InvalidValue(f"{path} cannot be read: {error.strerror or error}.") from None
-    known = before.get("variables") or {}
-    if not isinstance(known, dict) or not isinstance(known.get(component) or {}, dict):
+    variables = before.get("variables") or {}
+    if not isinstance(variables, dict) or not isinstance(variables.get(component) or {}, dict):
         raise InvalidValue(f"{path}: variables must map components to names and values.", hint="Fix the file.")
-    wanted = {**before, "variables": {**known, component: {**(known.get(component) or {}), name: value}}}
+    wanted = {**before, "variables": {**variables, component: {**(variables.get(component) or {}), name: value}}}
     if wanted == before:
         return False
     try:
         edited = edited_yaml(text, ("variables", component, name), value)
-        sound = _parsed(edited) == wanted
+        sound = _parse(edited) == wanted
     except Exception:  # whatever the library makes of an unusual file
         sound = False
     if not sound:

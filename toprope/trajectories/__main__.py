@@ -29,12 +29,12 @@ _NICE = 5
 def main(arguments: list[str]) -> int:
     """Execute the order in the given folder; return 0 on success, 1 on failure."""
     folder = Path(arguments[0])
-    held = hold(folder)
-    if held is None:
+    descriptor = hold(folder)
+    if descriptor is None:
         print("another process executes this order", flush=True)
         return 1
     os.nice(_NICE)
-    signal.signal(signal.SIGTERM, _ended)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     failure: dict[str, Any]
     try:
         order = Order.model_validate(read_json(folder / "order.json"))
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     return 1
 
 
-def _ended(number: int, frame: object) -> None:
+def _on_sigterm(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 

@@ -49,16 +49,16 @@ class TrajectoryItem(msgspec.Struct):
     @property
     def success(self) -> bool:
         """True if solved: the environment's own verdict, otherwise a reward of at least 1."""
-        said = self.metadata.get("success")
-        if isinstance(said, bool | int | float) and said in (0, 1):  # tables have no booleans
-            return bool(said)
+        verdict = self.metadata.get("success")
+        if isinstance(verdict, bool | int | float) and verdict in (0, 1):  # tables have no booleans
+            return bool(verdict)
         return self.reward >= 1.0 and not self.metadata.get("unscored")
 
     @property
     def id(self) -> str:
         """16 hexadecimal digits that depend on question and answer only."""
-        said = json.dumps([_plain(self.state, "user"), _plain(self.action, "assistant")], ensure_ascii=False)
-        return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        text = json.dumps([_plain(self.state, "user"), _plain(self.action, "assistant")], ensure_ascii=False)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     @property
     def first_id(self) -> str:
@@ -66,21 +66,21 @@ class TrajectoryItem(msgspec.Struct):
         return str(self.metadata.get("made_from", self.id))
 
 
-def as_messages(said: str | list[Message], role: str) -> list[Message]:
+def as_messages(content: str | list[Message], role: str) -> list[Message]:
     """Return the messages of a state (role `user`) or an action (`assistant`).
 
     A text becomes one message, an empty text no message.
     """
-    if isinstance(said, str):
-        return [{"role": role, "content": said}] if said else []
-    return said
+    if isinstance(content, str):
+        return [{"role": role, "content": content}] if content else []
+    return content
 
 
-def text_of(said: str | list[Message]) -> str:
+def text_of(content: str | list[Message]) -> str:
     """Return the text of a state or an action."""
-    if isinstance(said, str):
-        return said
-    return "\n".join(_words(message.get("content")) for message in said)
+    if isinstance(content, str):
+        return content
+    return "\n".join(_words(message.get("content")) for message in content)
 
 
 def _words(content: Any) -> str:
@@ -91,60 +91,60 @@ def _words(content: Any) -> str:
     return "" if content is None else str(content)
 
 
-def _plain(said: str | list[Message], role: str) -> list[list[str]]:
-    return [[str(one.get("role", "")), _words(one.get("content"))] for one in as_messages(said, role)]
+def _plain(content: str | list[Message], role: str) -> list[list[str]]:
+    return [[str(message.get("role", "")), _words(message.get("content"))] for message in as_messages(content, role)]
 
 
-def item_from(given: Any, where: str) -> TrajectoryItem:
+def item_from(data: Any, source: str) -> TrajectoryItem:
     """Parse an item from outside.
 
     Accepted forms are ours (`state`, `action`), TRL's (`prompt`, `completion`) and OpenAI's (`messages`; all from the
     first answer on are the action). `reward` and `metadata` are optional.
 
     Args:
-        given: A JSON object.
-        where: Name of the item in error messages: `line 3`.
+        data: A JSON object.
+        source: Name of the item in error messages: `line 3`.
 
     Raises:
         InvalidValue: The object has none of these forms; the message says what is missing.
     """
-    if not isinstance(given, Mapping):
-        raise InvalidValue(f"{where} is not a JSON object.", hint=_SHAPES)
-    metadata = given.get("metadata") or {}
+    if not isinstance(data, Mapping):
+        raise InvalidValue(f"{source} is not a JSON object.", hint=_SHAPES)
+    metadata = data.get("metadata") or {}
     if not isinstance(metadata, Mapping):
-        raise InvalidValue(f"{where}: metadata must be an object.", hint=_SHAPES)
+        raise InvalidValue(f"{source}: metadata must be an object.", hint=_SHAPES)
     metadata = {str(key): value for key, value in metadata.items()}
-    if SEALED in (metadata.get("split"), given.get("split")):
-        raise InvalidValue(f"{where} is of the held-out split, which is sealed.", hint="Leave such items out.")
-    if "messages" in given:
-        said = _messages(given["messages"], f"{where}, messages")
-        first = next((place for place, one in enumerate(said) if one["role"] == "assistant"), None)
-        if not first:
-            raise InvalidValue(f"{where}: messages need a question and an answer of the assistant.", hint=_SHAPES)
-        state: Any = said[:first]
-        action: Any = said[first:]
+    if SEALED in (metadata.get("split"), data.get("split")):
+        raise InvalidValue(f"{source} is of the held-out split, which is sealed.", hint="Leave such items out.")
+    if "messages" in data:
+        messages = _messages(data["messages"], f"{source}, messages")
+        first_answer = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), None)
+        if not first_answer:
+            raise InvalidValue(f"{source}: messages need a question and an answer of the assistant.", hint=_SHAPES)
+        state: Any = messages[:first_answer]
+        action: Any = messages[first_answer:]
     else:
-        names = ("state", "action") if "state" in given or "action" in given else ("prompt", "completion")
-        missing = [name for name in names if name not in given]
+        names = ("state", "action") if "state" in data or "action" in data else ("prompt", "completion")
+        missing = [name for name in names if name not in data]
         if missing:
-            raise InvalidValue(f"{where} has no {' and no '.join(missing)}.", hint=_SHAPES)
-        state, action = (_said(given[name], f"{where}, {name}") for name in names)
-    reward = given.get("reward", given.get("score"))
+            raise InvalidValue(f"{source} has no {' and no '.join(missing)}.", hint=_SHAPES)
+        state, action = (_messages_or_text(data[name], f"{source}, {name}") for name in names)
+    reward = data.get("reward", data.get("score"))
     if reward is None:
         reward = 0.0
         metadata.setdefault("unscored", True)
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
-        raise InvalidValue(f"{where}: reward must be a number, not {shown(reward)}.", hint=_SHAPES)
+        raise InvalidValue(f"{source}: reward must be a number, not {shown(reward)}.", hint=_SHAPES)
     return TrajectoryItem(state, action, float(reward), metadata)
 
 
 def items_of(
-    lines: Iterable[bytes], where: str, unreadable: Callable[[str], None] | None = None
+    lines: Iterable[bytes], source: str, unreadable: Callable[[str], None] | None = None
 ) -> Iterator[TrajectoryItem]:
     """Yield the items of JSON lines; empty lines are skipped.
 
     Args:
-        where: Name of the lines' source in error messages.
+        source: Name of the lines' source in error messages.
         unreadable: Called with the name of each line that is not JSON; without, such a line is an error.
 
     Raises:
@@ -153,15 +153,15 @@ def items_of(
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        named = f"{where}, line {number}"
+        line_name = f"{source}, line {number}"
         try:
-            given = msgspec.json.decode(line)
+            data = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             if unreadable is None:
-                raise InvalidValue(f"{named} is not JSON.", hint="Write one JSON object per line.") from None
-            unreadable(named)
+                raise InvalidValue(f"{line_name} is not JSON.", hint="Write one JSON object per line.") from None
+            unreadable(line_name)
             continue
-        yield item_from(given, named)
+        yield item_from(data, line_name)
 
 
 _SHAPES = (
@@ -170,23 +170,23 @@ _SHAPES = (
 )
 
 
-def _said(given: Any, where: str) -> str | list[Message]:
-    if isinstance(given, str):
-        if len(given) > _MOST_CHARACTERS:
-            raise InvalidValue(f"{where} has {len(given)} characters, more than {_MOST_CHARACTERS}.", hint=_SHAPES)
-        return given
-    return _messages(given, where)
+def _messages_or_text(value: Any, source: str) -> str | list[Message]:
+    if isinstance(value, str):
+        if len(value) > _MOST_CHARACTERS:
+            raise InvalidValue(f"{source} has {len(value)} characters, more than {_MOST_CHARACTERS}.", hint=_SHAPES)
+        return value
+    return _messages(value, source)
 
 
-def _messages(given: Any, where: str) -> list[Message]:
-    if not isinstance(given, list) or not given:
-        raise InvalidValue(f"{where} must be a text or a list of messages.", hint=_SHAPES)
-    said = []
-    for number, one in enumerate(given):
-        if not isinstance(one, Mapping) or one.get("role") not in _ROLES:
-            raise InvalidValue(f"{where}[{number}] needs a role of {', '.join(_ROLES)}.", hint=_SHAPES)
-        content = one.get("content")
-        if not isinstance(content, str | list | None) or (content is None and one["role"] != "assistant"):
-            raise InvalidValue(f"{where}[{number}] needs a content that is a text.", hint=_SHAPES)
-        said.append({**one, "content": "" if content is None else content})
-    return said
+def _messages(values: Any, source: str) -> list[Message]:
+    if not isinstance(values, list) or not values:
+        raise InvalidValue(f"{source} must be a text or a list of messages.", hint=_SHAPES)
+    messages = []
+    for number, message in enumerate(values):
+        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            raise InvalidValue(f"{source}[{number}] needs a role of {', '.join(_ROLES)}.", hint=_SHAPES)
+        content = message.get("content")
+        if not isinstance(content, str | list | None) or (content is None and message["role"] != "assistant"):
+            raise InvalidValue(f"{source}[{number}] needs a content that is a text.", hint=_SHAPES)
+        messages.append({**message, "content": "" if content is None else content})
+    return messages

@@ -69,11 +69,11 @@ class Explanation:
 
 def merged(causes: Iterable[Finding]) -> dict[str, Any]:
     """Return the edits of causes together; of two values for one field, that of the likelier cause."""
-    found: dict[str, Any] = {}
+    edits: dict[str, Any] = {}
     for cause in causes:
-        for name, new in cause.changes.items():
-            found.setdefault(name, new)
-    return found
+        for name, value in cause.changes.items():
+            edits.setdefault(name, value)
+    return edits
 
 
 def related(findings: Sequence[Finding], preset: Mapping[str, Any]) -> list[Finding]:
@@ -99,9 +99,9 @@ def related(findings: Sequence[Finding], preset: Mapping[str, Any]) -> list[Find
         if finding.rule in explained:
             continue
         placed.append(finding if not finding.follows else finding.model_copy(update={"follows": ""}))
-        for other in findings:
-            if explained.get(other.rule) == finding.rule:
-                placed.append(_below(other, finding))
+        for consequence in findings:
+            if explained.get(consequence.rule) == finding.rule:
+                placed.append(_below(consequence, finding))
     return placed
 
 
@@ -113,17 +113,21 @@ def explanation(findings: Sequence[Finding], differs: Mapping[str, Sequence[Any]
         differs: By field: the preset's value and the run's.
     """
     causes = [finding for finding in findings if not finding.follows and finding.level in ("warning", "critical")]
-    known: set[str] = set()
-    told = []
+    named_fields: set[str] = set()
+    ranked = []
     for cause in causes:
         if cause.rule == "far_from_preset":  # one cause per field that no other cause names
-            told += [_of_field(cause, name) for name in cause.changes if name not in known]
+            ranked += [_of_field(cause, name) for name in cause.changes if name not in named_fields]
         else:
-            told.append(cause)
-            known |= set(cause.changes)
-    below = {cause.rule: [one for one in findings if one.follows == cause.rule] for cause in causes}
+            ranked.append(cause)
+            named_fields |= set(cause.changes)
+    below = {
+        cause.rule: [consequence for consequence in findings if consequence.follows == cause.rule] for cause in causes
+    }
     return Explanation(
-        told, {rule: ones for rule, ones in below.items() if ones}, {name: list(pair) for name, pair in differs.items()}
+        ranked,
+        {rule: consequences for rule, consequences in below.items() if consequences},
+        {name: list(pair) for name, pair in differs.items()},
     )
 
 
@@ -139,14 +143,15 @@ def _is_own_cause(finding: Finding, by_rule: Mapping[str, Finding], preset: Mapp
     if finding.rule == "collapse" and "rewards_shuffled" in by_rule:
         return False  # shuffled rewards drive a policy anywhere, so a collapse says nothing of the learning rate
     return _restores(finding, preset) and not any(
-        finding.rule in EXPLAINS.get(rule, ()) and finding.changes == one.changes for rule, one in by_rule.items()
+        finding.rule in EXPLAINS.get(rule, ()) and finding.changes == other_finding.changes
+        for rule, other_finding in by_rule.items()
     )
 
 
 def _restores(finding: Finding, preset: Mapping[str, Any]) -> bool:
     """Return True if the run left the preset in the fields that the finding would change back."""
     return bool(finding.changes) and all(
-        name in preset and preset[name] == new for name, new in finding.changes.items()
+        name in preset and preset[name] == value for name, value in finding.changes.items()
     )
 
 
@@ -158,11 +163,12 @@ def _below(finding: Finding, cause: Finding) -> Finding:
 
 
 def _of_field(finding: Finding, name: str) -> Finding:
-    new, now = finding.changes[name], finding.observed.get(name)
+    preset_value, run_value = finding.changes[name], finding.observed.get(name)
     return finding.model_copy(
         update={
-            "what": f"{named(name)} {setting(now)} is far from the preset's {setting(new)}; nothing seen clears it.",
-            "observed": {name: now},
-            "changes": {name: new},
+            "what": f"{named(name)} {setting(run_value)} is far from the preset's {setting(preset_value)}; "
+            "nothing seen clears it.",
+            "observed": {name: run_value},
+            "changes": {name: preset_value},
         }
     )

@@ -74,7 +74,7 @@ _WHOLE_RUN = {rule.id for rule in (*CONFIGURED, FAR_FROM_PRESET)} | {"learning_r
 
 def told(rule: object, text: object, limit: int) -> str:
     """Return a finding's sentence or advice on one line, in marks if its rule is none of ours."""
-    ours = str(rule) in _BESIDE_ROWS or any(rule == one.id for one in RULES)
+    ours = str(rule) in _BESIDE_ROWS or any(rule == known_rule.id for known_rule in RULES)
     return clip(str(text), limit) if ours else marked(text, limit)
 
 
@@ -87,7 +87,7 @@ def severity(level: FindingLevel) -> int:
 class _State:
     """The recent history of one rule."""
 
-    told: Finding | None = None
+    reported: Finding | None = None
     rising: int = 0
     """Consecutive rows at a level above the reported one."""
     quiet: int = 0
@@ -116,7 +116,7 @@ class Diagnosis:
     @property
     def open(self) -> list[Finding]:
         """The present findings, most severe first, then causes before consequences, each behind its cause."""
-        return self.relate(state.told for state in self._states.values() if state.told is not None)
+        return self.relate(state.reported for state in self._states.values() if state.reported is not None)
 
     def relate(self, findings: Iterable[Finding]) -> list[Finding]:
         """Rank findings, put each behind the one that it follows from, and say so in it."""
@@ -129,14 +129,14 @@ class Diagnosis:
             others: Open findings of rules that do not read rows.
             ended: No more rows will come.
         """
-        found = {finding.rule: finding for finding in [*others, *self.open]}
+        by_rule = {finding.rule: finding for finding in [*others, *self.open]}
         if ended and self.history.rows:
             self.history.over = True
             for rule in RULES:
-                symptom = rule.look(self.history) if rule.id in _WHOLE_RUN and rule.id not in found else None
+                symptom = rule.look(self.history) if rule.id in _WHOLE_RUN and rule.id not in by_rule else None
                 if symptom is not None:
-                    found[rule.id] = _finding(rule, symptom, self.history.step)
-        return explanation(self.relate(found.values()), self.differs)
+                    by_rule[rule.id] = _finding(rule, symptom, self.history.step)
+        return explanation(self.relate(by_rule.values()), self.differs)
 
     def see_stored(self, rows: Iterable[Mapping[str, Any]], curricula: Curricula | None) -> None:
         """Add the rows of a run that has some already.
@@ -159,49 +159,56 @@ class Diagnosis:
         """
         history = self.history
         history.add(row)
-        told = []
+        reports = []
         for rule in RULES:
             symptom, state = rule.look(history), self._states[rule.id]
-            if symptom is None and state.told is None:
+            if symptom is None and state.reported is None:
                 state.rising = 0
                 continue
             if rule.id == FAR_FROM_PRESET.id and symptom is not None and not self._names_more(symptom):
                 symptom = None
             finding = self._judge(rule, state, symptom)
             if finding is not None:
-                told.append(finding)
-        placed = {finding.rule: finding for finding in self.open} if told else {}
-        return [finding if finding.level == "over" else placed[finding.rule] for finding in told]
+                reports.append(finding)
+        placed = {finding.rule: finding for finding in self.open} if reports else {}
+        return [finding if finding.level == "over" else placed[finding.rule] for finding in reports]
 
     def _names_more(self, symptom: Symptom) -> bool:
         """Return True if a symptom names a field that no open finding of another rule changes."""
-        open_ones = (state.told for rule, state in self._states.items() if rule != FAR_FROM_PRESET.id)
-        return not set(symptom.changes) <= {name for one in open_ones if one is not None for name in one.changes}
+        open_ones = (state.reported for rule, state in self._states.items() if rule != FAR_FROM_PRESET.id)
+        return not set(symptom.changes) <= {
+            name for finding in open_ones if finding is not None for name in finding.changes
+        }
 
     def _judge(self, rule: Rule, state: _State, symptom: Symptom | None) -> Finding | None:
         if symptom is None:
             state.rising = 0
-            if state.told is None:
+            if state.reported is None:
                 return None
             state.quiet += 1
             if state.quiet < state.calm:
                 return None
-            ended = state.told.model_copy(
-                update={"level": "over", "what": f"No longer: {state.told.what}", "next": "", "step": self.history.step}
+            ended = state.reported.model_copy(
+                update={
+                    "level": "over",
+                    "what": f"No longer: {state.reported.what}",
+                    "next": "",
+                    "step": self.history.step,
+                }
             )
-            state.told, state.quiet = None, 0
+            state.reported, state.quiet = None, 0
             state.calm = min(2 * state.calm, _LONGEST_CALM * 2 * self.history.window)
             return ended
         state.quiet = 0
-        if state.told is not None and severity(symptom.level) <= severity(state.told.level):
+        if state.reported is not None and severity(symptom.level) <= severity(state.reported.level):
             state.rising = 0
             return None
         state.rising += 1
         if state.rising < state.patience:
             return None
         state.rising = 0
-        state.told = _finding(rule, symptom, self.history.step)
-        return state.told
+        state.reported = _finding(rule, symptom, self.history.step)
+        return state.reported
 
 
 def diagnose(
@@ -219,24 +226,24 @@ def diagnose(
 
 def headline(findings: Iterable[Finding]) -> Finding | None:
     """Return the most severe present finding that follows from no other; None if there is none."""
-    held: dict[str, Finding] = {}
+    open_by_rule: dict[str, Finding] = {}
     for finding in findings:
         if finding.level == "over":
-            held.pop(finding.rule, None)
+            open_by_rule.pop(finding.rule, None)
         else:
-            held[finding.rule] = finding
-    grave = [finding for finding in ranked(held.values()) if severity(finding.level) > 1]
-    return next((finding for finding in grave if finding.follows not in held), None)
+            open_by_rule[finding.rule] = finding
+    grave = [finding for finding in ranked(open_by_rule.values()) if severity(finding.level) > 1]
+    return next((finding for finding in grave if finding.follows not in open_by_rule), None)
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
     """Sort by severity, then in the order of the rules; findings without a rule over rows come first."""
     places = {rule.id: place for place, rule in enumerate(RULES)}
-    return sorted(findings, key=lambda one: (-severity(one.level), places.get(one.rule, -1)))
+    return sorted(findings, key=lambda finding: (-severity(finding.level), places.get(finding.rule, -1)))
 
 
 def _finding(rule: Rule, symptom: Symptom, step: int) -> Finding:
-    observed = {name: _rounded(value) for name, value in symptom.observed.items()}
+    observed = {name: _round(value) for name, value in symptom.observed.items()}
     return Finding(
         rule=rule.id,
         level=symptom.level,
@@ -251,5 +258,5 @@ def _finding(rule: Rule, symptom: Symptom, step: int) -> Finding:
     )
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     return float(f"{value:.3g}") if isinstance(value, float) else value

@@ -32,7 +32,7 @@ _LOOK += "start_training again"
 
 
 @dataclass
-class _Seen:
+class _Report:
     begun: int = 0
     given_up: Counter[str] = field(default_factory=Counter)
 
@@ -41,8 +41,8 @@ class FailedGroups:
     """The failed groups of one run as its driver reports them; a restarted driver counts from zero."""
 
     def __init__(self) -> None:
-        self._seen: deque[_Seen] = deque([_Seen()])
-        self._told = False
+        self._reports: deque[_Report] = deque([_Report()])
+        self._reported = False
 
     def take(self, begun: int, given_up: Mapping[str, int]) -> Finding | None:
         """Add the driver's next report.
@@ -54,29 +54,29 @@ class FailedGroups:
         Returns:
             A finding about the newest groups; None if few fail.
         """
-        now = _Seen(begun, Counter({why: count for why, count in given_up.items() if why not in HARMLESS}))
-        if begun < self._seen[-1].begun:
-            self._seen = deque([_Seen()])
-        if begun - self._seen[-1].begun >= _WINDOW // 20 or now.given_up != self._seen[-1].given_up:
-            self._seen.append(now)
-        while len(self._seen) > 1 and begun - self._seen[1].begun >= _WINDOW:
-            self._seen.popleft()
-        first = self._seen[0]
-        made, lost = begun - first.begun, now.given_up - first.given_up
+        report = _Report(begun, Counter({why: count for why, count in given_up.items() if why not in HARMLESS}))
+        if begun < self._reports[-1].begun:
+            self._reports = deque([_Report()])
+        if begun - self._reports[-1].begun >= _WINDOW // 20 or report.given_up != self._reports[-1].given_up:
+            self._reports.append(report)
+        while len(self._reports) > 1 and begun - self._reports[1].begun >= _WINDOW:
+            self._reports.popleft()
+        oldest = self._reports[0]
+        groups, lost = begun - oldest.begun, report.given_up - oldest.given_up
         total = lost.total()
-        limit = _WARNING / 2 if self._told else _WARNING  # A reported finding is over once it is clearly better.
-        self._told = made >= _FEWEST and total >= _LEAST and total / made >= limit
-        if not self._told:
+        limit = _WARNING / 2 if self._reported else _WARNING  # A reported finding is over once it is clearly better.
+        self._reported = groups >= _FEWEST and total >= _LEAST and total / groups >= limit
+        if not self._reported:
             return None
-        share, (why, most) = total / made, lost.most_common(1)[0]
+        share, (why, most) = total / groups, lost.most_common(1)[0]
         level: Literal["warning", "critical"] = "critical" if share >= _CRITICAL else "warning"
         return Finding(
             rule="groups_given_up",
             level=level,
-            what=f"{share:.0%} of the last {made} groups failed: "
+            what=f"{share:.0%} of the last {groups} groups failed: "
             + ", ".join(f"{reason} ({count})" for reason, count in lost.most_common(3))
             + ".",
-            observed={"share": round(share, 3), "groups": made, **dict(lost.most_common(4))},
+            observed={"share": round(share, 3), "groups": groups, **dict(lost.most_common(4))},
             threshold="5 % of the groups: warning, 25 %: critical; of the last 200, 3 at least",
             source=MEASURED,
             confidence="high",

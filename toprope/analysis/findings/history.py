@@ -192,7 +192,9 @@ class TrainingHistory:
             if value is None:
                 if name not in _OTHER_NAMES:
                     continue
-                value = next((row[other] for other in _OTHER_NAMES[name] if row.get(other) is not None), None)
+                value = next(
+                    (row[other_name] for other_name in _OTHER_NAMES[name] if row.get(other_name) is not None), None
+                )
             if value is not None and math.isfinite(value):
                 series.add(value, self.rows)
         self._add_environments(row)
@@ -219,10 +221,10 @@ class TrainingHistory:
             label = head.removeprefix(_ENVIRONMENT)
             if label == head or name not in BY_ENVIRONMENT or value is None or not math.isfinite(value):
                 continue
-            known = self.environments.get(label)
-            if known is None:
-                known = self.environments[label] = {one: Series(self.window) for one in BY_ENVIRONMENT}
-            known[name].add(value, self.rows)
+            series_by_metric = self.environments.get(label)
+            if series_by_metric is None:
+                series_by_metric = self.environments[label] = {metric: Series(self.window) for metric in BY_ENVIRONMENT}
+            series_by_metric[name].add(value, self.rows)
 
     @property
     def planned_steps(self) -> int:
@@ -237,15 +239,15 @@ class TrainingHistory:
 
         Fine-tuning on demonstrations has no rewards, so rules that ask this stay silent.
         """
-        known = self["reward"].count
-        return known >= rows or (self.over and known >= _SHORTEST)
+        count = self["reward"].count
+        return count >= rows or (self.over and count >= _SHORTEST)
 
     def towards(self, field: str, computed: Any) -> Any:
         """Return the preset's value if the field differs from it in the direction of `computed`, else `computed`."""
-        now, usual = attrgetter(field)(self.config), self.preset.get(field)
-        if isinstance(usual, bool) or not isinstance(usual, int | float) or now is None:
+        present, usual = attrgetter(field)(self.config), self.preset.get(field)
+        if isinstance(usual, bool) or not isinstance(usual, int | float) or present is None:
             return computed if usual is None else usual
-        return usual if (usual > now) == (computed > now) else computed
+        return usual if (usual > present) == (computed > present) else computed
 
     @property
     def gain(self) -> float:

@@ -56,7 +56,7 @@ def collapse(history: TrainingHistory) -> Symptom | None:
     reward = history["reward"]
     if reward.best is None or nothing_scored(history):
         return None
-    now = history.recent("reward")
+    recent_reward = history.recent("reward")
     entropy, before = history.recent("entropy"), history.entropy_at_best
     risen = before is not None and entropy > 1.1 * before and _unlearned(history)
     if not risen and not _signal_lost(history):
@@ -65,11 +65,11 @@ def collapse(history: TrainingHistory) -> Symptom | None:
     changes = {_RATE: _lower(history, rate / 5)}
     return Symptom(
         "critical",
-        f"The reward fell from {reward.best:.3g} to {now:.3g} and {'entropy rose' if risen else 'all signal is gone'}: "
-        "the policy has collapsed.",
+        f"The reward fell from {reward.best:.3g} to {recent_reward:.3g} and "
+        f"{'entropy rose' if risen else 'all signal is gone'}: the policy has collapsed.",
         {
             "best_reward": reward.best,
-            "reward": now,
+            "reward": recent_reward,
             "entropy": entropy,
             "entropy_at_best": before or 0.0,
             "all_wrong_share": history.recent(_WRONG),
@@ -92,15 +92,15 @@ def learning_rate_high(history: TrainingHistory) -> Symptom | None:
         or nothing_scored(history)
     ):
         return None
-    rate, now = history.config.optimizer.learning_rate, history.recent("reward")
+    rate, recent_reward = history.config.optimizer.learning_rate, history.recent("reward")
     return mended(
         "critical" if peak >= 0.4 or _unlearned(history) else "warning",
         f"A step changed the log-probability of sampled tokens by {peak:.2g} nats on average, and the reward "
-        f"({now:.3g}) is not above its initial value: the learning rate is too high.",
+        f"({recent_reward:.3g}) is not above its initial value: the learning rate is too high.",
         {
             "moved_per_step": peak,
             "learning_rate": rate,
-            "reward": now,
+            "reward": recent_reward,
             "reward_at_the_start": history["reward"].start or 0.0,
             "entropy": history.recent("entropy"),
         },
@@ -149,16 +149,16 @@ def _unmoved(history: TrainingHistory) -> Symptom | None:
     entropy, rate = history["entropy"], history.config.optimizer.learning_rate
     if history.rows < 4 * history.early or not entropy.start or not history["grad_norm"].full:
         return None
-    now = history.recent("entropy")
-    if abs(now / entropy.start - 1) > 0.03 or history.recent("frac_reward_zero_std") > 0.8:
+    recent_entropy = history.recent("entropy")
+    if abs(recent_entropy / entropy.start - 1) > 0.03 or history.recent("frac_reward_zero_std") > 0.8:
         return None  # It moves, or there is too little signal for any rate to have moved it yet.
     return mended(
         "warning",
-        f"In {history.rows} steps neither reward ({history.recent('reward'):.3g}) nor entropy ({now:.3g}) has moved: "
-        "the learning rate seems too low.",
+        f"In {history.rows} steps neither reward ({history.recent('reward'):.3g}) nor entropy ({recent_entropy:.3g}) "
+        "has moved: the learning rate seems too low.",
         {
             "reward": history.recent("reward"),
-            "entropy": now,
+            "entropy": recent_entropy,
             "entropy_at_the_start": entropy.start,
             "grad_norm": history.recent("grad_norm"),
             "learning_rate": rate,
@@ -173,22 +173,22 @@ def clip_fraction(history: TrainingHistory) -> Symptom | None:
     clip = history[_CLIP]
     if not clip.full or nothing_to_learn(history):
         return None
-    now = history.recent(_CLIP)
-    if now < 0.2 or history.rows < history.early:
+    clipped_share = history.recent(_CLIP)
+    if clipped_share < 0.2 or history.rows < history.early:
         return None
-    old = history.recent("staleness/mean") > 4
+    is_stale = history.recent("staleness/mean") > 4
     rollout = history.config.rollout
     changes = (
         {"rollout.queue_groups": max(rollout.groups_per_step, rollout.queue_groups // 4)}
-        if old
+        if is_stale
         else {_RATE: _lower(history, history.config.optimizer.learning_rate / 3)}
     )
     return mended(
         "warning",
-        f"{share(now)} of the tokens are clipped.",
-        {"clip_fraction": now, "staleness_mean": history.recent("staleness/mean")},
+        f"{share(clipped_share)} of the tokens are clipped.",
+        {"clip_fraction": clipped_share, "staleness_mean": history.recent("staleness/mean")},
         changes,
-        "high" if now >= 0.4 else "medium",
+        "high" if clipped_share >= 0.4 else "medium",
     )
 
 
@@ -196,8 +196,8 @@ def kl(history: TrainingHistory) -> Symptom | None:
     """The policy is far from its start; applies only if the configuration has a KL term."""
     if not history["kl"].full:
         return None
-    now = history.recent("kl")
-    if now < 0.5:
+    recent_kl = history.recent("kl")
+    if recent_kl < 0.5:
         return None
     rising = history.gain > history.noise
     ppo = history.config.algorithm.name == "ppo"
@@ -211,9 +211,10 @@ def kl(history: TrainingHistory) -> Symptom | None:
         else {_RATE: _lower(history, history.config.optimizer.learning_rate / 3)}
     )
     return Symptom(
-        "critical" if now >= 2.0 and not rising and history.rows >= 4 * history.early else "warning",
-        f"The policy is {now:.2g} nats a token from its start{'' if rising else ', and the reward has not risen'}.",
-        {"kl": now, "beta": weight, "reward": history.recent("reward")},
+        "critical" if recent_kl >= 2.0 and not rising and history.rows >= 4 * history.early else "warning",
+        f"The policy is {recent_kl:.2g} nats a token from its start"
+        f"{'' if rising else ', and the reward has not risen'}.",
+        {"kl": recent_kl, "beta": weight, "reward": history.recent("reward")},
         edit(said(changes) + (" or a lower optimizer.learning_rate" if field in changes else "")),
         "low" if rising else "medium",
         changes,
@@ -227,9 +228,9 @@ def entropy_gone(history: TrainingHistory) -> Symptom | None:
         return None
     if history.thrown_off:
         return None
-    now = history.recent("entropy")
+    recent_entropy = history.recent("entropy")
     still = history.rows - reward.best_at >= history.window
-    if now > 0.1 * entropy.start or not still:
+    if recent_entropy > 0.1 * entropy.start or not still:
         return None
     if history.recent("success") >= _NEARLY:
         return None  # A policy that is nearly always right has low entropy under any algorithm.
@@ -240,9 +241,9 @@ def entropy_gone(history: TrainingHistory) -> Symptom | None:
     )
     return Symptom(
         "warning",
-        f"Entropy fell to {share(now / entropy.start)} of its start and the reward stands at "
+        f"Entropy fell to {share(recent_entropy / entropy.start)} of its start and the reward stands at "
         f"{history.recent('reward'):.3g}: the policy no longer explores.",
-        {"entropy": now, "at_the_start": entropy.start, "reward": history.recent("reward")},
+        {"entropy": recent_entropy, "at_the_start": entropy.start, "reward": history.recent("reward")},
         edit(said(changes)),
         "medium",
         changes,

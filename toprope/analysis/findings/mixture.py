@@ -13,18 +13,18 @@ _LEAST_FALL = 0.1
 
 def environment_errors(history: TrainingHistory) -> Symptom | None:
     """Rollouts of some environments end in errors, and those of others do not."""
-    found = {
+    failing = {
         label: mean
         for label, mean in _means(history, "errors_share").items()
         if mean >= _ERRORS and history.environments[label]["errors_share"].count >= 5
     }
-    if not found or len(found) == len(history.environments):
+    if not failing or len(failing) == len(history.environments):
         return None  # if all of them fail, scorer_errors says so
-    told = _listed(found)
+    listed = _enumerate(failing)
     return Symptom(
-        "critical" if max(found.values()) >= 0.25 else "warning",
-        f"Rollouts that end in an error, by environment: {told}.",
-        {f"errors_share/{label}": mean for label, mean in found.items()},
+        "critical" if max(failing.values()) >= 0.25 else "warning",
+        f"Rollouts that end in an error, by environment: {listed}.",
+        {f"errors_share/{label}": mean for label, mean in failing.items()},
         'read_logs(component="environment") and describe_environment show the error; fix it, or take the environment '
         "out of environment.mixture",
         "high",
@@ -44,11 +44,11 @@ def environment_silent(history: TrainingHistory) -> Symptom | None:
     success = _means(history, "success")
     hard = {label: mean for label, mean in silent.items() if success.get(label, 0.0) < 0.5}
     easy = {label: mean for label, mean in silent.items() if label not in hard}
-    said = [f"never solved: {_listed(hard)}"] if hard else []
-    said += [f"solved: {_listed(easy)}"] if easy else []
+    parts = [f"never solved: {_enumerate(hard)}"] if hard else []
+    parts += [f"solved: {_enumerate(easy)}"] if easy else []
     return Symptom(
         "warning" if hard else "note",
-        f"Share of groups without signal, in environments that are {'; '.join(said)}.",
+        f"Share of groups without signal, in environments that are {'; '.join(parts)}.",
         {f"zero_std_share/{label}": mean for label, mean in silent.items()},
         "change their level (describe_environment lists the knobs) or a curriculum in environment.mixture, or give "
         "their share to the others",
@@ -57,7 +57,7 @@ def environment_silent(history: TrainingHistory) -> Symptom | None:
 
 def environment_forgotten(history: TrainingHistory) -> Symptom | None:
     """Success of an environment fell far below its best while the reward over all of them did not fall."""
-    found: dict[str, float] = {}
+    fallen: dict[str, float] = {}
     observed: dict[str, float | int | str] = {}
     for label, series in history.environments.items():
         success = series["success"]
@@ -66,13 +66,13 @@ def environment_forgotten(history: TrainingHistory) -> Symptom | None:
         noise = 3.0 * max(success.spread, success.start_spread) * math.sqrt(2.0 / history.window)
         fall = success.best - success.mean
         if fall >= max(_LEAST_FALL, noise, _FORGOTTEN * success.best):
-            found[label] = success.mean
+            fallen[label] = success.mean
             observed |= {f"success/{label}": success.mean, f"best/{label}": success.best}
-    if not found or len(found) == len(history.environments) or history.gain < -history.noise:
+    if not fallen or len(fallen) == len(history.environments) or history.gain < -history.noise:
         return None
     return Symptom(
         "warning",
-        f"Success fell by more than half from its best while the others kept theirs: {_listed(found)}.",
+        f"Success fell by more than half from its best while the others kept theirs: {_enumerate(fallen)}.",
         observed,
         "raise the weight of these environments in environment.mixture, or lower optimizer.learning_rate",
     )
@@ -83,8 +83,8 @@ def _means(history: TrainingHistory, name: str) -> dict[str, float]:
     return {label: mean for label, mean in means.items() if mean is not None}
 
 
-def _listed(found: dict[str, float]) -> str:
-    return ", ".join(f"{label} ({share(mean)})" for label, mean in list(found.items())[:8])
+def _enumerate(shares: dict[str, float]) -> str:
+    return ", ".join(f"{label} ({share(mean)})" for label, mean in list(shares.items())[:8])
 
 
 MIXTURE = (

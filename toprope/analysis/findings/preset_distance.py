@@ -52,13 +52,13 @@ _FAR: dict[str, Callable[[Any, Any], bool]] = {
 
 def far_fields(config: Config, preset: Mapping[str, Any]) -> list[str]:
     """Return the fields whose values are far from the preset's, in the order of suspicion."""
-    found = []
+    fields = []
     for field, far in _FAR.items():
-        now = attrgetter(field)(config)
-        if field in preset and now is not None and (preset[field] is not None or field.startswith("budget.")):
-            if far(now, preset[field]):
-                found.append(field)
-    return found
+        run_value = attrgetter(field)(config)
+        if field in preset and run_value is not None and (preset[field] is not None or field.startswith("budget.")):
+            if far(run_value, preset[field]):
+                fields.append(field)
+    return fields
 
 
 def far_from_preset(history: TrainingHistory) -> Symptom | None:
@@ -75,14 +75,14 @@ def far_from_preset(history: TrainingHistory) -> Symptom | None:
     fields = [field for field in far_fields(history.config, history.preset) if field not in cleared]
     if not fields:
         return None
-    seen = {field: attrgetter(field)(history.config) for field in fields}
+    present = {field: attrgetter(field)(history.config) for field in fields}
     changes = {field: history.preset[field] for field in fields}
     return mended(
         "warning",
         "The reward has not risen, and far from the preset are "
-        + ", ".join(f"{field} {value(seen[field])} ({value(changes[field])})" for field in fields[:4])
+        + ", ".join(f"{field} {value(present[field])} ({value(changes[field])})" for field in fields[:4])
         + ".",
-        {field: value(seen[field]) for field in fields},
+        {field: value(present[field]) for field in fields},
         changes,
         "low",
     )

@@ -18,14 +18,14 @@ def scorer_errors(history: TrainingHistory) -> Symptom | None:
     errors = history["errors/share"]
     if not errors.full and history.rows < 5:
         return None
-    now = history.recent("errors/share")
-    if now < 0.05:
+    errors_share = history.recent("errors/share")
+    if errors_share < 0.05:
         return None
-    level: Grade = "critical" if now >= 0.25 else "warning"
+    level: Grade = "critical" if errors_share >= 0.25 else "warning"
     return Symptom(
         level,
-        f"{share(now)} of the rollouts end in an error of the environment and are scored 0.",
-        {"errors_share": now, "reward": history.recent("reward")},
+        f"{share(errors_share)} of the rollouts end in an error of the environment and are scored 0.",
+        {"errors_share": errors_share, "reward": history.recent("reward")},
         'read_logs(component="environment") and describe_environment show the error; fix the scorer, then '
         "start_training again",
         "high",
@@ -77,10 +77,10 @@ def _differed(history: TrainingHistory) -> bool:
     return start is not None and start < _ALIKE
 
 
-def _no_longer(history: TrainingHistory, what: str) -> Symptom:
+def _no_longer(history: TrainingHistory, observation: str) -> Symptom:
     return Symptom(
         "warning",
-        f"Rewards differed within groups at the start, but {what}: there is nothing left to learn from.",
+        f"Rewards differed within groups at the start, but {observation}: there is nothing left to learn from.",
         {"reward": history.recent("reward"), "zero_std_share": history.recent(_ZERO)},
         "test_inference(group_size=16) shows whether answers still differ; reward partial progress, make the tasks "
         "easier, or raise rollout.temperature",
@@ -95,15 +95,15 @@ def all_wrong(history: TrainingHistory) -> Symptom | None:
         return None
     if history.restarted:  # it has learned easier tasks
         return None
-    now = history.recent(_WRONG)
-    if now < 0.9:
+    wrong_share = history.recent(_WRONG)
+    if wrong_share < 0.9:
         return None
-    level: Grade = "critical" if history.rows >= history.early and now >= 0.99 else "warning"
+    level: Grade = "critical" if history.rows >= history.early and wrong_share >= 0.99 else "warning"
     return Symptom(
         level,
-        f"Since the start {share(now)} of the groups hold wrong answers only, all with the same reward: there is "
-        "nothing to learn from.",
-        {"all_wrong_share": now, "reward": history.recent("reward"), "success": history.recent("success")},
+        f"Since the start {share(wrong_share)} of the groups hold wrong answers only, all with the same reward: there "
+        "is nothing to learn from.",
+        {"all_wrong_share": wrong_share, "reward": history.recent("reward"), "success": history.recent("success")},
         "make the tasks easier (describe_environment lists the knobs), give partial credit, or take a stronger "
         "policy.model; test_inference(group_size=16) shows whether any answer is ever right",
         "high" if history.rows >= history.early else "medium",
@@ -115,13 +115,17 @@ def all_right(history: TrainingHistory) -> Symptom | None:
     right = history[_RIGHT]
     if not right.full or history.recent(_RIGHT) < 0.9:
         return None
-    now = history.recent(_RIGHT)
+    right_share = history.recent(_RIGHT)
     easy = (right.start or 0.0) >= 0.75 and not history.restarted
-    observed = {"all_right_share": now, "success": history.recent("success"), "reward": history.recent("reward")}
+    observed = {
+        "all_right_share": right_share,
+        "success": history.recent("success"),
+        "reward": history.recent("reward"),
+    }
     if easy:
         return Symptom(
             "warning",
-            f"{share(now)} of the groups are entirely right, and were at the start: these tasks teach nothing.",
+            f"{share(right_share)} of the groups are entirely right, and were at the start: these tasks teach nothing.",
             observed,
             "make the tasks harder (describe_environment lists the knobs), or look with test_inference whether the "
             "scorer is too generous, then start_training again",
@@ -129,7 +133,7 @@ def all_right(history: TrainingHistory) -> Symptom | None:
         )
     return Symptom(
         "note",
-        f"{share(now)} of the groups are entirely right by now: the policy has learned these tasks.",
+        f"{share(right_share)} of the groups are entirely right by now: the policy has learned these tasks.",
         observed,
         "stop_training keeps a checkpoint; continue from it with harder tasks",
         "high",
@@ -141,13 +145,13 @@ def parse_failures(history: TrainingHistory) -> Symptom | None:
     unread = history["parse_failures"]
     if not unread.full:
         return None
-    now = history.recent("parse_failures")
-    if now < 0.3 or history.rows < history.early or now < 0.8 * (unread.start or 1.0):
+    unread_share = history.recent("parse_failures")
+    if unread_share < 0.3 or history.rows < history.early or unread_share < 0.8 * (unread.start or 1.0):
         return None
     return Symptom(
         "warning",
-        f"{share(now)} of the answers cannot be parsed by the environment, and the share does not fall.",
-        {"parse_failures": now, "at_the_start": unread.start or 0.0, "reward": history.recent("reward")},
+        f"{share(unread_share)} of the answers cannot be parsed by the environment, and the share does not fall.",
+        {"parse_failures": unread_share, "at_the_start": unread.start or 0.0, "reward": history.recent("reward")},
         "show the format in the prompt, reward it as a separate part, or raise rollout.max_new_tokens",
         "medium",
     )
@@ -158,15 +162,15 @@ def reward_without_success(history: TrainingHistory) -> Symptom | None:
     success = history["success"]
     if success.start is None or success.best is None or history.rows < history.early or history.gain <= history.noise:
         return None
-    now = history.recent("success")
+    recent_success = history.recent("success")
     noise = 3.0 * max(success.spread, success.start_spread) * (2.0 / history.window) ** 0.5
-    if success.best - now <= max(noise, 0.3 * success.best, 0.02) or now > success.start:
+    if success.best - recent_success <= max(noise, 0.3 * success.best, 0.02) or recent_success > success.start:
         return None
     return Symptom(
         "warning",
         f"The reward rose to {history.recent('reward'):.3g} while success fell from {share(success.best)} to "
-        f"{share(now)}: the reward pays for something other than the task.",
-        {"reward": history.recent("reward"), "success": now, "best_success": success.best},
+        f"{share(recent_success)}: the reward pays for something other than the task.",
+        {"reward": history.recent("reward"), "success": recent_success, "best_success": success.best},
         'get_results(detail="detailed") shows answers; weigh the parts with environment.reward_weights, or score '
         "exactly",
         "medium",

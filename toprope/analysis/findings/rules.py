@@ -61,11 +61,10 @@ def said(changes: Mapping[str, Any]) -> str:
     return " and ".join(f"{named(name)} to {setting(new)}" for name, new in changes.items())
 
 
-def setting(given: Any) -> str:
+def setting(setting_value: Any) -> str:
     """Format a value of a field, which a file of others may have given."""
-    return (
-        value(given) if given is None or given == "" or isinstance(given, bool | int | float) else named(value(given))
-    )
+    plain = setting_value is None or setting_value == "" or isinstance(setting_value, bool | int | float)
+    return value(setting_value) if plain else named(value(setting_value))
 
 
 def mended(

@@ -21,19 +21,19 @@ def truncated(history: TrainingHistory) -> Symptom | None:
     cut = history["completions/clipped_ratio"]
     if not cut.full or history.thrown_off:
         return None
-    now = history.recent("completions/clipped_ratio")
-    if now < 0.15:
+    cut_share = history.recent("completions/clipped_ratio")
+    if cut_share < 0.15:
         return None
     limit = history.config.rollout.max_new_tokens
     lost = history.recent("frac_reward_zero_std/all_wrong") >= 0.9
-    observed = {"clipped_ratio": now, "reward": history.recent("reward"), "success": history.recent("success")}
-    what = f"{share(now)} of the answers are cut off at {limit} tokens"
+    observed = {"clipped_ratio": cut_share, "reward": history.recent("reward"), "success": history.recent("success")}
+    summary = f"{share(cut_share)} of the answers are cut off at {limit} tokens"
     more = {"rollout.max_new_tokens": history.towards("rollout.max_new_tokens", 2 * limit)}
-    if now >= 0.9 and lost:
-        return mended("critical", f"{what}, and none is right: the limit is too low.", observed, more, "high")
-    if not history.judged(history.early) or now < 0.9 * (cut.start or 0.0):
+    if cut_share >= 0.9 and lost:
+        return mended("critical", f"{summary}, and none is right: the limit is too low.", observed, more, "high")
+    if not history.judged(history.early) or cut_share < 0.9 * (cut.start or 0.0):
         return None  # An untrained policy still has to learn to end its answers.
-    return mended("warning", f"{what}.", observed, more, "high" if now >= 0.5 else "medium")
+    return mended("warning", f"{summary}.", observed, more, "high" if cut_share >= 0.5 else "medium")
 
 
 def staleness(history: TrainingHistory) -> Symptom | None:
@@ -41,13 +41,13 @@ def staleness(history: TrainingHistory) -> Symptom | None:
     age = history["staleness/mean"]
     if not age.full:
         return None
-    now = history.recent("staleness/mean")
-    if now <= 4.0:
+    mean_age = history.recent("staleness/mean")
+    if mean_age <= 4.0:
         return None
     rollout = history.config.rollout
     fewer = max(rollout.groups_per_step, rollout.queue_groups // 4)
     observed = {
-        "staleness_mean": now,
+        "staleness_mean": mean_age,
         "max_staleness": rollout.max_staleness,
         "queue_groups": rollout.queue_groups,
         "concurrency": rollout.concurrency,
@@ -56,8 +56,8 @@ def staleness(history: TrainingHistory) -> Symptom | None:
     algorithm, clipped = history.config.algorithm, history.mean("clip_ratio/region_mean")
     shows_age = algorithm.importance_sampling_mode == "none" and algorithm.loss_type not in ("cispo", "sapo", "vespo")
     # Old groups cost little while the ratio to the policy that sampled them stays within the clip range.
-    calm = shows_age and now <= _VERY_OLD and clipped is not None and clipped < _CLIPPED
-    level: Grade = "note" if calm else "critical" if now > _VERY_OLD and (clipped or 0.0) > 0.2 else "warning"
+    calm = shows_age and mean_age <= _VERY_OLD and clipped is not None and clipped < _CLIPPED
+    level: Grade = "note" if calm else "critical" if mean_age > _VERY_OLD and (clipped or 0.0) > 0.2 else "warning"
     changes: dict[str, Any] = {}
     if fewer < rollout.queue_groups:
         changes["rollout.queue_groups"] = fewer
@@ -65,7 +65,7 @@ def staleness(history: TrainingHistory) -> Symptom | None:
         changes["rollout.concurrency"] = max(2 * rollout.groups_per_step, rollout.concurrency // 4)
     return mended(
         level,
-        f"Groups are {now:.1f} versions old on average when they are trained on: the policy has changed since.",
+        f"Groups are {mean_age:.1f} versions old on average when they are trained on: the policy has changed since.",
         observed,
         changes or {"rollout.groups_per_step": 2 * rollout.groups_per_step},
         "high",
@@ -102,13 +102,14 @@ def logprob_gap(history: TrainingHistory) -> Symptom | None:
     if last is None or gap.first is None:
         return None
     limit = max(0.05, 5.0 * gap.first)
-    now = history.recent(_LOGP)
-    if now <= limit:
+    recent_gap = history.recent(_LOGP)
+    if recent_gap <= limit:
         return None
     return Symptom(
         "warning",
-        f"At equal weights, sampler and trainer differ by {now:.3g} nats a token; it was {gap.first:.3g} at the start.",
-        {"logp_difference": now, "at_the_start": gap.first},
+        f"At equal weights, sampler and trainer differ by {recent_gap:.3g} nats a token; it was "
+        f"{gap.first:.3g} at the start.",
+        {"logp_difference": recent_gap, "at_the_start": gap.first},
         "check that both use the same policy.dtype, temperature and chat template: read_logs of inference and "
         "trainer; a fork with policy.dtype float32 tells whether it is rounding",
         "medium",

@@ -62,29 +62,33 @@ def explain_run(folder: RunFolder, specification: Specification, status: Status)
         rows, curricula, made_of = [], None, None
     diagnosis = Diagnosis(specification.config, differs=specification.beside_preset)
     diagnosis.see_stored(rows, curricula)
-    found = diagnosis.explain(status.findings, ended=status.ended)
+    result = diagnosis.explain(status.findings, ended=status.ended)
     if learned(status):
-        kept = [cause for cause in found.causes if cause.rule not in _HARMLESS_AFTER_GAIN or cause.level == "critical"]
-        found = Explanation(kept, found.below, found.differs)
+        causes = [
+            cause for cause in result.causes if cause.rule not in _HARMLESS_AFTER_GAIN or cause.level == "critical"
+        ]
+        result = Explanation(causes, result.below, result.differs)
     if made_of is not None:
         with suppress(OSError, ValueError):  # another user's folder, a full disk, or values without JSON
-            dump = _Stored(made_of=made_of, explanation=found).model_dump_json()
-            found = _Stored.model_validate_json(dump).explanation
+            dump = _Stored(made_of=made_of, explanation=result).model_dump_json()
+            result = _Stored.model_validate_json(dump).explanation
             write_text(folder.explanation, dump)
-    return found
+    return result
 
 
 def _made_of(folder: RunFolder, status: Status) -> str | None:
     """Return a digest of all that an ended run's explanation depends on; None if it must not be stored."""
     try:
-        files = [(found.st_size, found.st_mtime_ns) for found in (folder.spec.stat(), folder.metrics.stat())]
+        files = [
+            (file_stat.st_size, file_stat.st_mtime_ns) for file_stat in (folder.spec.stat(), folder.metrics.stat())
+        ]
         changed_ns = _code_changed_ns()
-        told = status.model_dump_json(include={"findings", "evaluations"})
+        findings_json = status.model_dump_json(include={"findings", "evaluations"})
     except (OSError, ValueError):
         return None
     if changed_ns is None:
         return None
-    parts = (toprope.__version__, changed_ns, files, told)
+    parts = (toprope.__version__, changed_ns, files, findings_json)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

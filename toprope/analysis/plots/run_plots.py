@@ -106,15 +106,15 @@ def _draw_loss(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_title("Fine-tuning on demonstrations")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss, nats per token", color=LOSS)
-    beside = axes.twinx()
-    beside.set_ylabel("token accuracy", color=TOKENS)
-    beside.set_ylim(*_SHARES)
-    beside.grid(visible=False)
+    accuracy_axes = axes.twinx()
+    accuracy_axes.set_ylabel("token accuracy", color=TOKENS)
+    accuracy_axes.set_ylim(*_SHARES)
+    accuracy_axes.grid(visible=False)
     drawn = False
-    for key, where, colour in (("loss", axes, LOSS), ("mean_token_accuracy", beside, TOKENS)):
+    for key, curve_axes, colour in (("loss", axes, LOSS), ("mean_token_accuracy", accuracy_axes, TOKENS)):
         if curve := points(rows, key):
             drawn = True
-            draw_curve(where, curve, colour, 2.4)
+            draw_curve(curve_axes, curve, colour, 2.4)
     axes.margins(x=0.01)
     if not drawn:
         draw_words(axes, "no steps were trained")
@@ -149,10 +149,10 @@ def _draw_environments(axes: Any, results: Results, rows: Sequence[Mapping[str, 
             name = label if len(label) <= 32 else f"…{label[-31:]}"
             mean = smoothed(values, max(1, len(values) // 10))
             axes.plot(steps, mean, color=colour, linewidth=1.4, linestyle="--", label=f"success, {name}")
-    for one in results.curricula.values():
-        for measure in one["opened"]:
+    for curriculum in results.curricula.values():
+        for measure in curriculum["opened"]:
             axes.axvline(measure["step"], color=GREY, linestyle=":", linewidth=1.2)
-            text = f"{one['knob']} {one['levels'][measure['level'] + 1]}"
+            text = f"{curriculum['knob']} {curriculum['levels'][measure['level'] + 1]}"
             # x in data coordinates, y in axes coordinates.
             axes.annotate(
                 text[:24],

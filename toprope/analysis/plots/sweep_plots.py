@@ -32,18 +32,20 @@ def draw_sweep(axes: Any, standing: Standing, plan: SweepPlan) -> None:
         if scored.score is not None:
             places[name] = (standing.line_steps(name) if trains else standing.born[name], scored.score)
     for name, (x, y) in places.items():
-        one = standing.candidates[name]
-        if one.parent in places:
-            style = "-" if one.continues else ":"
-            axes.plot([places[one.parent][0], x], [places[one.parent][1], y], style, color=_LINEAGE, linewidth=1.2)
+        candidate = standing.candidates[name]
+        if candidate.parent in places:
+            style = "-" if candidate.continues else ":"
+            axes.plot(
+                [places[candidate.parent][0], x], [places[candidate.parent][1], y], style, color=_LINEAGE, linewidth=1.2
+            )
     best = standing.best.candidate if standing.best else ""
     for name, (x, y) in places.items():
         # The score is a success rate; the best candidate stands out by size and a ring, not by another colour.
-        shown = {"markersize": 11, "markeredgecolor": "black"} if name == best else {"markersize": 6, "alpha": 0.55}
-        axes.plot([x], [y], "o", color=SUCCESS, **shown)
+        marker = {"markersize": 11, "markeredgecolor": "black"} if name == best else {"markersize": 6, "alpha": 0.55}
+        axes.plot([x], [y], "o", color=SUCCESS, **marker)
         if len(places) <= _NAMED or name == best:
             axes.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=9, color=GREY)
-    failed = sum(one.score is None for one in standing.scores.values())
+    failed = sum(decision.score is None for decision in standing.scores.values())
     if failed:
         text = f"{failed} without a score (failed, or stopped early)"
         axes.text(0.99, 0.02, text, transform=axes.transAxes, ha="right", color=GREY)

@@ -50,12 +50,12 @@ def lines(title: str, rows: Sequence[Mapping[str, Any]], wanted: Sequence[Line],
         wanted: Metrics to draw; missing ones are left out.
         shares: Scale the axis from 0 to 1 if all values lie within.
     """
-    drawn = [(line, curve) for line in wanted if (curve := _thinned(points(rows, line.key)))]
+    drawn = [(line, curve) for line in wanted if (curve := _thin(points(rows, line.key)))]
     if not drawn:
         return None
     if len(drawn) == 2 and coincide(drawn[0][1], drawn[1][1]):
-        one, other = drawn[0][0], drawn[1][0]
-        drawn = [(Line(other.key, f"{one.label} and {other.label}, which are equal"), drawn[1][1])]
+        first_line, second_line = drawn[0][0], drawn[1][0]
+        drawn = [(Line(second_line.key, f"{first_line.label} and {second_line.label}, which are equal"), drawn[1][1])]
     with _figure(6.4, 3.0) as (figure, axes):
         axes.set_title(title)
         axes.set_xlabel("optimizer step")
@@ -102,12 +102,12 @@ def sweep(standing: Standing, plan: SweepPlan) -> str:
         return _svg(figure)
 
 
-def _thinned(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    every = max(1, -(-len(found) // _MOST_POINTS))
+def _thin(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = max(1, -(-len(curve) // _MOST_POINTS))
     if every == 1:
-        return found
+        return curve
     # Average stretches of points; dropping points would hide what lies between.
-    stretches = [found[start : start + every] for start in range(0, len(found), every)]
+    stretches = [curve[start : start + every] for start in range(0, len(curve), every)]
     return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in stretches]
 
 

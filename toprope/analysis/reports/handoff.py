@@ -76,14 +76,14 @@ def _running(runs: Sequence[Status], now: float) -> list[str]:
     lines = ["RUNNING"]
     for run in live[:LIVE]:
         numbers = run.progress
-        said = f"- {run.run_id}: {run.state}, {run.kind}, {run.environment}"
+        line = f"- {run.run_id}: {run.state}, {run.kind}, {run.environment}"
         if "step" in numbers:
-            said += f", step {numbers['step']} of {numbers.get('total_steps', '?')}"
+            line += f", step {numbers['step']} of {numbers.get('total_steps', '?')}"
         if isinstance(numbers.get("reward"), int | float):
-            said += f", reward {numbers['reward']:.3g}"
+            line += f", reward {numbers['reward']:.3g}"
         if isinstance(numbers.get("eta_s"), int | float):
-            said += f", {numbers['eta_s'] / 60:.0f} min left"
-        lines.append(f"{said}; started {ago(run.created_at, now)}")
+            line += f", {numbers['eta_s'] / 60:.0f} min left"
+        lines.append(f"{line}; started {ago(run.created_at, now)}")
     if len(live) > LIVE:
         lines.append(f"- and {len(live) - LIVE} more")
     return lines
@@ -94,43 +94,43 @@ def _learned(standing: Standing) -> list[str]:
         return []
     lines = ["LEARNED (newest first; held-out accuracy after training)"]
     for entry in standing.experiments[:_LEARNED]:
-        figures = [one for one in entry.figures.values() if one.accuracy is not None]
-        said = f"- {entry.id}, {entry.environment}: {marked(entry.hypothesis, 200)}"
+        figures = [figure for figure in entry.figures.values() if figure.accuracy is not None]
+        line = f"- {entry.id}, {entry.environment}: {marked(entry.hypothesis, 200)}"
         if len(figures) == 1 and figures[0].low is not None and figures[0].high is not None:
-            one = figures[0]
-            start = "" if one.before is None else f"{percent(one.before)} -> "
-            said += f" {start}{percent(one.accuracy)} [{percent(one.low)}, {percent(one.high)}]"
+            figure = figures[0]
+            start = "" if figure.before is None else f"{percent(figure.before)} -> "
+            line += f" {start}{percent(figure.accuracy)} [{percent(figure.low)}, {percent(figure.high)}]"
         elif figures:
-            values = ", ".join(percent(one.accuracy) for one in figures)
-            said += f" mean {percent(entry.accuracy)} of {len(figures)} runs ({values})"
+            values = ", ".join(percent(figure.accuracy) for figure in figures)
+            line += f" mean {percent(entry.accuracy)} of {len(figures)} runs ({values})"
         else:
-            states = ", ".join(sorted({one.state for one in entry.figures.values()}))
-            said += f" not measured ({states})" if states else " not measured"
+            states = ", ".join(sorted({figure.state for figure in entry.figures.values()}))
+            line += f" not measured ({states})" if states else " not measured"
         if entry.outcome:
-            said += f" {marked(entry.outcome, 160)}"
-        said += f"; {entry.decision}"
+            line += f" {marked(entry.outcome, 160)}"
+        line += f"; {entry.decision}"
         if entry.runs:
-            said += f". Runs: {', '.join(entry.runs[:4])}{' ...' if len(entry.runs) > 4 else ''}"
-        lines.append(said)
+            line += f". Runs: {', '.join(entry.runs[:4])}{' ...' if len(entry.runs) > 4 else ''}"
+        lines.append(line)
     if len(standing.experiments) > _LEARNED:
         lines.append(f"- and {len(standing.experiments) - _LEARNED} earlier experiments")
     for name in list(dict.fromkeys(entry.environment for entry in standing.experiments))[:_ENVIRONMENTS]:
-        own = [entry for entry in standing.experiments if entry.environment == name]
-        measured = comparable(own)
+        experiments = [entry for entry in standing.experiments if entry.environment == name]
+        measured = comparable(experiments)
         if measured:
             best = max(measured, key=lambda entry: entry.accuracy or 0.0)
             floor = noise_floor(measured)
-            said = f"Best experiment in {name}: {percent(best.accuracy)}, {best.id}"
+            line = f"Best experiment in {name}: {percent(best.accuracy)}, {best.id}"
             if best.runs:
-                said += f" ({best.runs[0]})"
+                line += f" ({best.runs[0]})"
             if floor is not None:
-                said += f"; noise floor {100 * floor[0]:.1f} points"
+                line += f"; noise floor {100 * floor[0]:.1f} points"
             if len(measured) > 3:
-                said += f"; the best of {len(measured)} is biased upwards"
-            lines.append(f"{said}.")
-        found = plateau(own)
-        if found is not None and found.stands:
-            lines.append(found.says)
+                line += f"; the best of {len(measured)} is biased upwards"
+            lines.append(f"{line}.")
+        verdict = plateau(experiments)
+        if verdict is not None and verdict.stands:
+            lines.append(verdict.says)
     return lines
 
 
@@ -150,23 +150,23 @@ def _worth_telling(run: Status) -> bool:
 
 def _best(standing: Standing) -> dict[str, tuple[float, str, str]]:
     """Return each environment's best run by held-out accuracy, of all runs and experiments: accuracy, id, words."""
-    found: dict[str, tuple[float, str, str]] = {}
+    bests: dict[str, tuple[float, str, str]] = {}
 
     def offer(environment: str, accuracy: float, run_id: str, words: str) -> None:
-        if environment not in found or accuracy > found[environment][0]:
-            found[environment] = (accuracy, run_id, words)
+        if environment not in bests or accuracy > bests[environment][0]:
+            bests[environment] = (accuracy, run_id, words)
 
     for run in standing.runs:
-        one = headline(run) if _worth_telling(run) and not sweep_of(run.run_id) else None
-        if one is not None and one.heldout:
-            offer(run.environment, one.accuracy, run.run_id, str(one))
+        result = headline(run) if _worth_telling(run) and not sweep_of(run.run_id) else None
+        if result is not None and result.heldout:
+            offer(run.environment, result.accuracy, run.run_id, str(result))
     for entry in standing.experiments:
         for run_id, figures in entry.figures.items():
             if figures.accuracy is not None:
                 offer(
                     entry.environment, figures.accuracy, run_id, f"{accuracy_on(HELDOUT)} {percent(figures.accuracy)}"
                 )
-    return found
+    return bests
 
 
 def _unnoted(standing: Standing) -> list[str]:
@@ -176,21 +176,21 @@ def _unnoted(standing: Standing) -> list[str]:
         return []
     lines = ["ENDED, NOT IN AN EXPERIMENT"]
     for run in runs[:_OPEN]:
-        said = f"- {run.run_id}: {run.kind}, {run.state}, {run.environment}"
-        if (found := headline(run)) is not None:
-            said += f", {'winner: ' if run.run_kind.starts_runs else ''}{found}"
+        line = f"- {run.run_id}: {run.kind}, {run.state}, {run.environment}"
+        if (result := headline(run)) is not None:
+            line += f", {'winner: ' if run.run_kind.starts_runs else ''}{result}"
         if run.failure is not None:
-            said += f", {run.failure.component}: {marked(run.failure.reason, 140)}"
-        lines.append(said)
+            line += f", {run.failure.component}: {marked(run.failure.reason, 140)}"
+        lines.append(line)
     if len(runs) > _OPEN:
         lines.append(f"- and {len(runs) - _OPEN} more")
     return lines
 
 
 def _open(standing: Standing) -> list[str]:
-    asked = [entry for entry in standing.experiments if entry.question and entry.decision != "discard"]
+    with_question = [entry for entry in standing.experiments if entry.question and entry.decision != "discard"]
     waiting = [entry for entry in standing.experiments if entry.runs and not entry.outcome]
-    lines = [f"- {entry.id}: {marked(entry.question, 200)}" for entry in asked[:_OPEN]]
+    lines = [f"- {entry.id}: {marked(entry.question, 200)}" for entry in with_question[:_OPEN]]
     lines += [f"- {entry.id} has no outcome yet" for entry in waiting[:_OPEN]]
     lines += [f"- {entry.id} should be repeated" for entry in standing.experiments if entry.decision == "repeat"][
         :_OPEN
@@ -202,12 +202,12 @@ def _next(standing: Standing) -> list[str]:
     live = [run.run_id for run in standing.runs if not run.ended]
     calls = []
     if live:
-        named = ", ".join(f'"{run_id}"' for run_id in live[:5])
-        calls.append(f"check_status(run_ids=[{named}], wait_s=45) waits for news")
+        run_ids = ", ".join(f'"{run_id}"' for run_id in live[:5])
+        calls.append(f"check_status(run_ids=[{run_ids}], wait_s=45) waits for news")
     if fresh := _ended_unnoted(standing):
         calls.append(f'get_results(run_id="{fresh[0].run_id}"), then note_experiment')
     for name, (_, run_id, words) in list(_best(standing).items())[:_BESTS]:
         calls.append(f'fork_config(run_id="{run_id}") starts from the best in {name}: {words}')
     if not calls:
         calls.append("list_environments() or get_config of a draft")
-    return ["NEXT", *(f"- {one}" for one in calls)]
+    return ["NEXT", *(f"- {call}" for call in calls)]

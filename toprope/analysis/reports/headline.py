@@ -67,10 +67,10 @@ def headline(status: Status) -> Headline | None:
         share = summary.get("accuracy")
         if isinstance(share, int | float):
             split = str(summary.get("split") or (HELDOUT if label in ("after", HELDOUT) else "validation"))
-            found = measured_share(summary) or Proportion(share, share, share, 0)
+            proportion = measured_share(summary) or Proportion(share, share, share, 0)
             before = (status.evaluations.get("before") or {}).get("accuracy") if label == "after" else None
-            known = before if isinstance(before, int | float) else None
-            return Headline(float(share), found.low, found.high, found.n, split, known)
+            accuracy_before = before if isinstance(before, int | float) else None
+            return Headline(float(share), proportion.low, proportion.high, proportion.n, split, accuracy_before)
     return None
 
 
@@ -91,16 +91,16 @@ def share_done(status: Status, now: float | None = None) -> float | None:
     step, total = numbers.get("step"), numbers.get("total_steps")
     if not isinstance(step, int | float) or not isinstance(total, int | float) or total <= 0:
         return None
-    by_steps, left = step / total, numbers.get("eta_s")
-    if status.state == "training" and isinstance(left, int | float) and status.training_at is not None:
+    by_steps, seconds_left = step / total, numbers.get("eta_s")
+    if status.state == "training" and isinstance(seconds_left, int | float) and status.training_at is not None:
         spent = max(0.0, (now or time.time()) - status.training_at)
-        by_time = spent / (spent + left) if spent + left > 0 else 0.0
+        by_time = spent / (spent + seconds_left) if spent + seconds_left > 0 else 0.0
         if by_time - by_steps > _CLEARLY:
             return min(1.0, by_time)
     return min(1.0, by_steps)
 
 
-def standard_lines(found: Sequence[Measurement], name: Callable[[str], str]) -> list[str]:
+def standard_lines(measurements: Sequence[Measurement], name: Callable[[str], str]) -> list[str]:
     """Return a line for each metric of the standard tasks that a run's policies were measured on, and at most
     `_MOST_LINES`; a last line has the count of the others.
 
@@ -110,19 +110,21 @@ def standard_lines(found: Sequence[Measurement], name: Callable[[str], str]) -> 
         name: Words the name of a task or metric, which others chose.
     """
     lines: dict[tuple[Any, ...], dict[int | None, str]] = {}
-    for one in found:
-        when = "before training" if one.step is None else f"at step {one.step}"
-        for score in one.scores:
+    for measurement in measurements:
+        when = "before training" if measurement.step is None else f"at step {measurement.step}"
+        for score in measurement.scores:
             error = "" if score.error is None else f" ± {number(score.error)}"
             failed = f", {score.failed} of them failed" if score.failed else ""
-            told = f"{number(score.value)}{error} {when} ({plural(score.samples, 'sample')}{failed})"
-            lines.setdefault((score.task, score.metric, *one.conditions), {})[one.step] = told
-    several = len({one.conditions[1:] for one in found}) > 1
-    said = []
+            score_text = f"{number(score.value)}{error} {when} ({plural(score.samples, 'sample')}{failed})"
+            lines.setdefault((score.task, score.metric, *measurement.conditions), {})[measurement.step] = score_text
+    several = len({measurement.conditions[1:] for measurement in measurements}) > 1
+    sentences = []
     for (task, metric, _, temperature, tokens, engine), by_step in list(lines.items())[:_MOST_LINES]:
         parts = list(by_step.values())
         parts = parts if len(parts) <= _MOST_PARTS else [parts[0], "...", *parts[1 - _MOST_PARTS :]]
         under = f" (temperature {temperature}, at most {tokens} tokens, engine {engine})" if several and engine else ""
-        said.append(f"{name(task)} {name(metric)}{under}: {'; '.join(parts)}.")
-    left = len(lines) - len(said)
-    return [*said, f"scores left out: {left}; standard/ in the run's folder has them."] if left else said
+        sentences.append(f"{name(task)} {name(metric)}{under}: {'; '.join(parts)}.")
+    left_out = len(lines) - len(sentences)
+    if left_out:
+        sentences.append(f"scores left out: {left_out}; standard/ in the run's folder has them.")
+    return sentences

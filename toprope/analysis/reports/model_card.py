@@ -58,16 +58,16 @@ def hub_id(model: str) -> str:
     return model if not local and _HUB_ID.fullmatch(model) else ""
 
 
-def root_model(one: Exported) -> str:
+def root_model(exported: Exported) -> str:
     """Return the model that the first run of the line of descent started from."""
-    last = one.ancestors[-1] if one.ancestors else {}
-    return str(last.get("model") or one.specification.config.policy.model)
+    origin = exported.ancestors[-1] if exported.ancestors else {}
+    return str(origin.get("model") or exported.specification.config.policy.model)
 
 
-def quantization_warning(one: Exported) -> str:
+def quantization_warning(exported: Exported) -> str:
     """Return that merged weights differ from those that were trained; empty if they do not."""
-    policy = one.specification.config.policy
-    if one.form == "adapter" or not (policy.load_in_4bit or policy.load_in_8bit):
+    policy = exported.specification.config.policy
+    if exported.form == "adapter" or not (policy.load_in_4bit or policy.load_in_8bit):
         return ""
     return (
         f"The policy was trained over weights in {4 if policy.load_in_4bit else 8} bits, and its adapters are merged "
@@ -75,37 +75,41 @@ def quantization_warning(one: Exported) -> str:
     )
 
 
-def model_card(one: Exported) -> str:
+def model_card(exported: Exported) -> str:
     """Compose the card."""
-    run_id, root = one.results.run_id, root_model(one)
-    name = f"{run_id} at step {one.step}"
-    own = {label: found for label, found in one.results.evaluations.items() if _is_own(one, found)}
-    front: dict[str, Any] = {"library_name": _LIBRARIES[one.form], "pipeline_tag": "text-generation"}
+    run_id, root = exported.results.run_id, root_model(exported)
+    name = f"{run_id} at step {exported.step}"
+    evaluations = {
+        label: evaluation
+        for label, evaluation in exported.results.evaluations.items()
+        if _is_of_step(exported, evaluation)
+    }
+    front: dict[str, Any] = {"library_name": _LIBRARIES[exported.form], "pipeline_tag": "text-generation"}
     if hub_id(root):
-        front |= {"base_model": root, "base_model_relation": _RELATIONS[one.form]}
-    if one.began is not None and one.began.licence:
-        front["license"], _, stated = one.began.licence.partition(": ")
+        front |= {"base_model": root, "base_model_relation": _RELATIONS[exported.form]}
+    if exported.began is not None and exported.began.licence:
+        front["license"], _, stated = exported.began.licence.partition(": ")
         front |= {"license_name": stated} if stated else {}
-    front["tags"] = ["toprope", one.specification.config.algorithm.name]
-    if index := _index(one, own):
+    front["tags"] = ["toprope", exported.specification.config.algorithm.name]
+    if index := _index(exported, evaluations):
         front["model-index"] = [{"name": name, "results": index}]
     lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", "", f"# {name}", ""]
-    lines += [_summary(one, root), ""]
+    lines += [_summary(exported, root), ""]
     for title, part in (
-        ("Evaluation", _evaluations(one, own)),
-        ("Training", _training(one)),
-        ("Data", _data(one)),
-        ("Reproduction", _origin(one)),
+        ("Evaluation", _evaluations(exported, evaluations)),
+        ("Training", _training(exported)),
+        ("Data", _data(exported)),
+        ("Reproduction", _origin(exported)),
     ):
         lines += [f"## {title}", "", *part, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _is_own(one: Exported, found: Evaluation) -> bool:
-    return found.policy_version == one.policy_version and found.sampled is not None
+def _is_of_step(exported: Exported, evaluation: Evaluation) -> bool:
+    return evaluation.policy_version == exported.policy_version and evaluation.sampled is not None
 
 
-def _shown_model(model: str) -> str:
+def _describe_model(model: str) -> str:
     if model in EMBEDDED:
         return f"`{model}` (a tiny policy that Toprope makes)"
     return f"`{model}`" if hub_id(model) else "a local folder"
@@ -116,33 +120,33 @@ def _code(text: object) -> str:
     return f"`{clip(str(text), 120).replace('`', chr(39))}`"
 
 
-def _summary(one: Exported, root: str) -> str:
-    specification = one.specification
-    how = "supervised fine-tuning" if one.results.kind == "sft" else "reinforcement learning"
+def _summary(exported: Exported, root: str) -> str:
+    specification = exported.specification
+    how = "supervised fine-tuning" if exported.results.kind == "sft" else "reinforcement learning"
     environments = [specification.environment, *specification.mixture]
-    where = ", ".join(f"{_code(source.name)}" for source in environments)
-    what = {
+    environment_names = ", ".join(f"{_code(source.name)}" for source in environments)
+    contents = {
         "merged": "All weights, in safetensors.",
         "adapter": "LoRA adapters, without the model that they belong to.",
         "gguf": "One GGUF file for llama.cpp.",
-    }[one.form]
+    }[exported.form]
     text = (
-        f"Trained by Toprope with {how} ({specification.config.algorithm.name}) on {where}, from "
-        f"{_shown_model(root)}. {what}"
+        f"Trained by Toprope with {how} ({specification.config.algorithm.name}) on {environment_names}, from "
+        f"{_describe_model(root)}. {contents}"
     )
     if specification.config.algorithm.shuffle_rewards:
         text += " **A control**: rewards were shuffled within their groups, so nothing was to be learned."
-    return f"{text} {quantization_warning(one)}".rstrip()
+    return f"{text} {quantization_warning(exported)}".rstrip()
 
 
-def _index(one: Exported, own: Mapping[str, Evaluation]) -> list[dict[str, Any]]:
-    found = []
-    for evaluation in own.values():
+def _index(exported: Exported, evaluations: Mapping[str, Evaluation]) -> list[dict[str, Any]]:
+    entries = []
+    for evaluation in evaluations.values():
         for way, measured in (("sampled", evaluation.sampled), ("greedy", evaluation.greedy)):
             if measured is None:
                 continue
-            environment = one.specification.environment.name
-            found.append(
+            environment = exported.specification.environment.name
+            entries.append(
                 {
                     "task": {"type": "text-generation"},
                     "dataset": {"name": environment, "type": environment, "split": evaluation.split or "validation"},
@@ -151,29 +155,33 @@ def _index(one: Exported, own: Mapping[str, Evaluation]) -> list[dict[str, Any]]
                     ],
                 }
             )
-    return found
+    return entries
 
 
-def _evaluations(one: Exported, own: Mapping[str, Evaluation]) -> list[str]:
+def _evaluations(exported: Exported, evaluations: Mapping[str, Evaluation]) -> list[str]:
     lines = []
-    if not own:
-        lines += [f"The policy of step {one.step} was not evaluated.", ""]
-    shown = {label: found for label, found in one.results.evaluations.items() if label == "before" or label in own}
-    if shown:
+    if not evaluations:
+        lines += [f"The policy of step {exported.step} was not evaluated.", ""]
+    listed = {
+        label: evaluation
+        for label, evaluation in exported.results.evaluations.items()
+        if label == "before" or label in evaluations
+    }
+    if listed:
         lines += ["| policy | tasks | sampled | greedy |", "| --- | --- | --- | --- |"]
-    for label, found in shown.items():
-        policy = f"step {one.step}" if label in own else "before training"
-        tasks = f"{found.sampled.tasks if found.sampled else 0} {found.split}"
-        lines.append(f"| {policy} | {tasks} | {_share(found.sampled)} | {_share(found.greedy)} |")
-    if shown:
+    for label, evaluation in listed.items():
+        policy = f"step {exported.step}" if label in evaluations else "before training"
+        tasks = f"{evaluation.sampled.tasks if evaluation.sampled else 0} {evaluation.split}"
+        lines.append(f"| {policy} | {tasks} | {_share(evaluation.sampled)} | {_share(evaluation.greedy)} |")
+    if listed:
         lines += [
             "",
             "Accuracy is the share of tasks that the environment's own success counts, with its 95 % interval.",
         ]
-    measured = [found for found in one.results.standard if found.step in (None, one.step)]
-    if told := standard_lines(measured, _code):
-        lines += ["", "On standard tasks:", "", *(f"- {line}" for line in told)]
-    integrity = one.results.integrity
+    measured = [standard for standard in exported.results.standard if standard.step in (None, exported.step)]
+    if standard_scores := standard_lines(measured, _code):
+        lines += ["", "On standard tasks:", "", *(f"- {line}" for line in standard_scores)]
+    integrity = exported.results.integrity
     for check in integrity.checks if integrity is not None else ():
         if check.state == "warning":
             lines += ["", f"Warning: {escape_markdown(check.what)}"]
@@ -184,10 +192,10 @@ def _share(measured: Accuracy | None) -> str:
     return "" if measured is None else accuracy(measured)
 
 
-def _training(one: Exported) -> list[str]:
-    config = one.specification.config
+def _training(exported: Exported) -> list[str]:
+    config = exported.specification.config
     lines = ["| setting | value |", "| --- | --- |"]
-    for section, names in _SHOWN_SFT if one.results.kind == "sft" else _SHOWN:
+    for section, names in _SHOWN_SFT if exported.results.kind == "sft" else _SHOWN:
         for name in names:
             value = getattr(getattr(config, section), name)
             lines.append(f"| `{section}.{name}` | {number(value) if isinstance(value, float) else value} |")
@@ -199,13 +207,15 @@ def _training(one: Exported) -> list[str]:
     return lines
 
 
-def _data(one: Exported) -> list[str]:
-    specification, lines = one.specification, []
+def _data(exported: Exported) -> list[str]:
+    specification, lines = exported.specification, []
     for source in (specification.environment, *specification.mixture):
-        known = one.manifest.environment if one.manifest and source is specification.environment else None
-        if one.manifest and known is None:
-            known = next((found for found in one.manifest.mixture.values() if found.name == source.name), None)
-        digest = f", SHA-256 `{known.sha256}`" if known and known.sha256 else ""
+        recorded = exported.manifest.environment if exported.manifest and source is specification.environment else None
+        if exported.manifest and recorded is None:
+            recorded = next(
+                (member for member in exported.manifest.mixture.values() if member.name == source.name), None
+            )
+        digest = f", SHA-256 `{recorded.sha256}`" if recorded and recorded.sha256 else ""
         lines.append(f"- environment {_code(source.name)}{digest}")
     if specification.config.environment.knobs:
         written = yaml.safe_dump(specification.config.environment.knobs, default_flow_style=True).strip()
@@ -213,41 +223,48 @@ def _data(one: Exported) -> list[str]:
     if specification.dataset is not None:
         data = specification.dataset
         lines.append(f"- data set `{data.name}`: {plural(data.items, 'item')}, SHA-256 `{data.sha256}`")
-        for run, told in (one.dataset.get("runs") or {}).items():
-            lines.append(f"  - from run `{run}` on {_code(told.get('environment', ''))}")
-        lines += [f"  - from data set `{name}`" for name in one.dataset.get("datasets") or ()]
+        for run, source_run in (exported.dataset.get("runs") or {}).items():
+            lines.append(f"  - from run `{run}` on {_code(source_run.get('environment', ''))}")
+        lines += [f"  - from data set `{name}`" for name in exported.dataset.get("datasets") or ()]
     if specification.teacher is not None:
         lines.append(f"- demonstrations by the model {_code(specification.teacher.name)}")
-    for ancestor in one.ancestors:
+    for ancestor in exported.ancestors:
         if "run" in ancestor:
             lines.append(f"- began with the weights of run `{ancestor['run']}` at step {ancestor['step']}")
     split = "Tasks are split by content; held-out tasks were used for the evaluations before and after only."
-    evaluations = one.results.evaluations.values()
-    if any(found.split == "train" for found in evaluations):
+    evaluations = exported.results.evaluations.values()
+    if any(evaluation.split == "train" for evaluation in evaluations):
         split = "Training and evaluation used the same tasks, because there are too few to hold any out."
-    elif apart := {name for found in evaluations for name, own in found.environments.items() if own.split == "train"}:
-        named = ", ".join(map(_code, sorted(apart)))
-        split += f" Too few to hold any out, and in no accuracy above: the tasks of {named}."
+    elif apart := {
+        name
+        for evaluation in evaluations
+        for name, measured in evaluation.environments.items()
+        if measured.split == "train"
+    }:
+        names = ", ".join(map(_code, sorted(apart)))
+        split += f" Too few to hold any out, and in no accuracy above: the tasks of {names}."
     lines += ["", split]
     return lines
 
 
-def _origin(one: Exported) -> list[str]:
-    if one.manifest is None:
+def _origin(exported: Exported) -> list[str]:
+    if exported.manifest is None:
         return ["The run has no manifest."]
-    found, lines = one.manifest, []
-    if one.began is not None and one.began.licence:
-        lines.append(f"- licence of the model that training began with: {_code(one.began.licence)}")
-    lines.append(f"- Toprope {found.code.version}" + (f", commit `{found.code.commit}`" if found.code.commit else ""))
-    if found.code.changes_sha256:
+    manifest, lines = exported.manifest, []
+    if exported.began is not None and exported.began.licence:
+        lines.append(f"- licence of the model that training began with: {_code(exported.began.licence)}")
+    lines.append(
+        f"- Toprope {manifest.code.version}" + (f", commit `{manifest.code.commit}`" if manifest.code.commit else "")
+    )
+    if manifest.code.changes_sha256:
         lines[-1] += ", with uncommitted changes"
-    lines.append(f"- configuration SHA-256 `{found.configuration.sha256}`, seed {found.configuration.seed}")
-    if found.policy.revision:
-        lines.append(f"- starting weights at commit `{found.policy.revision}`")
-    if found.policy.sha256:
-        lines.append(f"- starting weights SHA-256 `{found.policy.sha256}` (over {found.policy.hashed})")
-    hardware = [found.hardware.cpu, f"{found.hardware.cores} cores", *found.hardware.gpus]
-    lines.append(f"- {escape_markdown(', '.join(one for one in hardware if one))}; Python {found.python}")
-    versions = (f"{name} {version}" for name, version in found.libraries.items() if version)
+    lines.append(f"- configuration SHA-256 `{manifest.configuration.sha256}`, seed {manifest.configuration.seed}")
+    if manifest.policy.revision:
+        lines.append(f"- starting weights at commit `{manifest.policy.revision}`")
+    if manifest.policy.sha256:
+        lines.append(f"- starting weights SHA-256 `{manifest.policy.sha256}` (over {manifest.policy.hashed})")
+    hardware = [manifest.hardware.cpu, f"{manifest.hardware.cores} cores", *manifest.hardware.gpus]
+    lines.append(f"- {escape_markdown(', '.join(part for part in hardware if part))}; Python {manifest.python}")
+    versions = (f"{name} {version}" for name, version in manifest.libraries.items() if version)
     lines.append(f"- {escape_markdown(', '.join(versions))}")
     return lines

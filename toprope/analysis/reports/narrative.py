@@ -79,9 +79,9 @@ def compose_run_report(run: RunRecords, experiments: Sequence[Experiment] = ()) 
     blocks += _findings(run.events)
     blocks += _changes(run)
     blocks += _examples(run.results)
-    own = [entry for entry in experiments if run.status.run_id in entry.runs]
-    if own:
-        blocks += [Heading("Experiments with this run"), _ledger_table(own)]
+    run_experiments = [entry for entry in experiments if run.status.run_id in entry.runs]
+    if run_experiments:
+        blocks += [Heading("Experiments with this run"), _ledger_table(run_experiments)]
     blocks += _manifest(run)
     blocks += _places(run.results)
     return blocks
@@ -99,27 +99,27 @@ def compose_overview(
         total: Number of runs, shown or not.
     """
     blocks: list[Block] = [Heading("Training runs and experiments", 1)]
-    ended = sum(one.status.ended for one in runs)
-    seconds = sum(one.results.seconds.training or 0.0 for one in runs)
-    said = f"{plural(total, 'run')}, {plural(len(experiments), 'experiment')}. "
+    ended = sum(run.status.ended for run in runs)
+    seconds = sum(run.results.seconds.training or 0.0 for run in runs)
+    summary = f"{plural(total, 'run')}, {plural(len(experiments), 'experiment')}. "
     if runs:
-        said += f"Of the {len(runs)} runs below {ended} have ended; they trained for {duration(seconds)} in all."
-    blocks.append(Paragraph(said.strip()))
+        summary += f"Of the {len(runs)} runs below {ended} have ended; they trained for {duration(seconds)} in all."
+    blocks.append(Paragraph(summary.strip()))
     if goals:
         blocks += [Heading("Goals"), Listed([f"{name}: {clip(goal, 400)}" for name, goal in goals.items()])]
     blocks += _ledger(experiments)
-    train = [one for one in runs if one.specification.run_kind.trains]
-    measured = [bar for one in train[:24] if (bar := _bar(one)) is not None]
+    train = [run for run in runs if run.specification.run_kind.trains]
+    measured = [bar for run in train[:24] if (bar := _bar(run)) is not None]
     if picture := bars("Runs, newest first", measured):
         blocks += [Heading("Runs"), Figure(picture, "Held-out accuracy with 95 % intervals, before and after training")]
     elif runs:
         blocks.append(Heading("Runs"))
     if runs:
         blocks.append(_runs_table(runs[:_RUNS]))
-    for one in train[:_DETAILED]:
-        blocks += [Heading(one.status.run_id), Paragraph(_summary(one)), *_verdict(one)]
-        blocks += _curves(one)[1:3]
-        blocks += _findings(one.events, level=3)
+    for run in train[:_DETAILED]:
+        blocks += [Heading(run.status.run_id), Paragraph(_summary(run)), *_verdict(run)]
+        blocks += _curves(run)[1:3]
+        blocks += _findings(run.events, level=3)
     if len(train) > _DETAILED:
         blocks.append(Paragraph(f"The other {len(train) - _DETAILED} runs have reports of their own."))
     return blocks
@@ -127,22 +127,22 @@ def compose_overview(
 
 def _summary(run: RunRecords) -> str:
     status, results = run.status, run.results
-    said = f"{status.run_kind.title} of {results.environment} with the policy {clip(results.model, 80)}"
-    said += f", started {moment(status.created_at)}. It {_STATES.get(status.state, f'is {status.state}')}"
+    text = f"{status.run_kind.title} of {results.environment} with the policy {clip(results.model, 80)}"
+    text += f", started {moment(status.created_at)}. It {_STATES.get(status.state, f'is {status.state}')}"
     if status.ended_at is not None:
-        said += f" after {duration(status.ended_at - status.created_at)}"
-    said += "."
+        text += f" after {duration(status.ended_at - status.created_at)}"
+    text += "."
     if results.steps:
-        said += f" {plural(results.steps, 'step')}"
-        said += f", {plural(results.rollouts, 'rollout')}" if results.rollouts else ""
+        text += f" {plural(results.steps, 'step')}"
+        text += f", {plural(results.rollouts, 'rollout')}" if results.rollouts else ""
         if results.seconds.training is not None:
-            said += f", {duration(results.seconds.training)} of training"
-        said += "."
+            text += f", {duration(results.seconds.training)} of training"
+        text += "."
     if status.attempt > 1:
-        said += f" This is attempt {status.attempt}."
+        text += f" This is attempt {status.attempt}."
     if status.failure is not None:
-        said += f" {status.failure.component}: {clip(status.failure.reason, 300)}"
-    return said
+        text += f" {status.failure.component}: {clip(status.failure.reason, 300)}"
+    return text
 
 
 _STATES = {
@@ -158,17 +158,17 @@ def _verdict(run: RunRecords) -> list[Block]:
     before, after = (results.evaluations.get(label) for label in ("before", "after"))
     blocks: list[Block] = []
     if before and after and before.sampled and after.sampled:
-        said = (
+        sentence = (
             f"Held-out accuracy (sampled) went from {accuracy(before.sampled)} to {accuracy(after.sampled)} on "
             f"{after.sampled.tasks} tasks that training never saw."
         )
         if results.rose:
-            blocks.append(Paragraph(f"{said} The 95 % intervals do not overlap.", "good"))
+            blocks.append(Paragraph(f"{sentence} The 95 % intervals do not overlap.", "good"))
         else:
             fell = after.sampled.high < before.sampled.low
             overlap = "No difference is shown: the intervals overlap."
             change = "It fell, and the intervals do not overlap." if fell else overlap
-            blocks.append(Paragraph(f"{said} {change}", "bad" if fell else "note"))
+            blocks.append(Paragraph(f"{sentence} {change}", "bad" if fell else "note"))
     elif run.status.state in ("failed", "lost"):
         blocks.append(Paragraph("The run ended early, so there is no accuracy after training.", "bad"))
     if run.repeated:
@@ -207,11 +207,11 @@ def _evaluations(run: RunRecords) -> list[Block]:
 
 
 def _curves(run: RunRecords) -> list[Block]:
-    found: list[Block] = []
+    figures: list[Block] = []
     for title, wanted, shares in _FINE_TUNING if run.specification.run_kind.demonstrates else _CURVES:
         if picture := lines(title, run.rows, wanted, shares=shares):
-            found.append(Figure(picture, f"{title}, by optimizer step"))
-    return [Heading("Training"), *found] if found else []
+            figures.append(Figure(picture, f"{title}, by optimizer step"))
+    return [Heading("Training"), *figures] if figures else []
 
 
 def _findings(events: Sequence[Event], level: int = 2) -> list[Block]:
@@ -220,20 +220,20 @@ def _findings(events: Sequence[Event], level: int = 2) -> list[Block]:
         if event.kind == "finding":
             finding = Finding.model_validate(event.data)
             at = "" if finding.step is None else f" at step {finding.step}"
-            said = f"{finding.level}{at}: {finding.rule}. {clip(finding.what, 300)} {clip(finding.next, 200)}"
-            points.append(said.strip())
+            text = f"{finding.level}{at}: {finding.rule}. {clip(finding.what, 300)} {clip(finding.next, 200)}"
+            points.append(text.strip())
         elif event.kind in ("warning", "stall"):
             points.append(f"{event.kind}: {clip(str(event.data.get('what', '')), 300)}")
     if not points:
         return []
     more = len(points) - _FINDINGS
-    shown = points[:_FINDINGS] + ([f"and {more} more, in events.jsonl"] if more > 0 else [])
-    return [Heading("Findings", level), Listed(shown)]
+    listed = points[:_FINDINGS] + ([f"and {more} more, in events.jsonl"] if more > 0 else [])
+    return [Heading("Findings", level), Listed(listed)]
 
 
 def _changes(run: RunRecords) -> list[Block]:
-    beside = run.specification.beside_preset
-    rows = [[name, value(before), value(after)] for name, (before, after) in list(beside.items())[:_CHANGES]]
+    changes = run.specification.beside_preset
+    rows = [[name, value(before), value(after)] for name, (before, after) in list(changes.items())[:_CHANGES]]
     knobs = run.specification.config.environment.knobs
     rows += [[f"environment.knobs.{name}", "", value(setting)] for name, setting in list(knobs.items())[:20]]
     if not rows:
@@ -270,11 +270,11 @@ def _ledger(experiments: Sequence[Experiment]) -> list[Block]:
     blocks: list[Block] = [Heading("Experiments")]
     drawn = []
     for entry in experiments[:24]:
-        figures = [one for one in entry.figures.values() if one.accuracy is not None]
+        figures = [figure for figure in entry.figures.values() if figure.accuracy is not None]
         if figures and entry.accuracy is not None:
-            lows = [one.low for one in figures if one.low is not None]
-            highs = [one.high for one in figures if one.high is not None]
-            before = [one.before for one in figures if one.before is not None]
+            lows = [figure.low for figure in figures if figure.low is not None]
+            highs = [figure.high for figure in figures if figure.high is not None]
+            before = [figure.before for figure in figures if figure.before is not None]
             label = f"{entry.id}: {clip(entry.hypothesis, 34)}"
             start = sum(before) / len(before) if before else None
             drawn.append(Bar(label, entry.accuracy, min(lows, default=None), max(highs, default=None), before=start))
@@ -282,9 +282,9 @@ def _ledger(experiments: Sequence[Experiment]) -> list[Block]:
         blocks.append(Figure(picture, "Held-out accuracy of each experiment's runs, with their outermost intervals"))
     blocks.append(_ledger_table(experiments[:_LEDGER]))
     for name in dict.fromkeys(entry.environment for entry in experiments):
-        found = plateau([entry for entry in experiments if entry.environment == name])
-        if found is not None:
-            blocks.append(Paragraph(found.says, "note" if found.stands else ""))
+        verdict = plateau([entry for entry in experiments if entry.environment == name])
+        if verdict is not None:
+            blocks.append(Paragraph(verdict.says, "note" if verdict.stands else ""))
     return blocks
 
 
@@ -309,18 +309,18 @@ def _ledger_table(experiments: Sequence[Experiment]) -> Table:
 
 def _runs_table(runs: Sequence[RunRecords]) -> Table:
     rows = []
-    for one in runs:
-        before, after = (one.results.evaluations.get(label) for label in ("before", "after"))
+    for run in runs:
+        before, after = (run.results.evaluations.get(label) for label in ("before", "after"))
         measured = after.sampled if after is not None else None
         start = before.sampled if before is not None else None
         rows.append(
             [
-                one.status.run_id,
-                moment(one.status.created_at),
-                one.results.environment,
-                one.status.kind,
-                one.status.state,
-                str(one.results.steps or ""),
+                run.status.run_id,
+                moment(run.status.created_at),
+                run.results.environment,
+                run.status.kind,
+                run.status.state,
+                str(run.results.steps or ""),
                 "" if start is None else percent(start.accuracy),
                 "" if measured is None else accuracy(measured),
             ]
@@ -329,12 +329,12 @@ def _runs_table(runs: Sequence[RunRecords]) -> Table:
     return Table(head, rows, numbers=(5, 6, 7), narrow=(0, 1, 4))
 
 
-def _bar(one: RunRecords) -> Bar | None:
-    before, after = (one.results.evaluations.get(label) for label in ("before", "after"))
+def _bar(run: RunRecords) -> Bar | None:
+    before, after = (run.results.evaluations.get(label) for label in ("before", "after"))
     if after is None or after.sampled is None:
         return None
     start = before.sampled.accuracy if before is not None and before.sampled is not None else None
-    return Bar(one.status.run_id, after.sampled.accuracy, after.sampled.low, after.sampled.high, start)
+    return Bar(run.status.run_id, after.sampled.accuracy, after.sampled.low, after.sampled.high, start)
 
 
 def _manifest(run: RunRecords) -> list[Block]:
@@ -362,8 +362,8 @@ def _manifest(run: RunRecords) -> list[Block]:
 
 
 def _places(results: Results) -> list[Block]:
-    named = (("Checkpoint", results.checkpoint), ("Weights, for from_pretrained", results.weights))
-    points = [f"{name}: {path}" for name, path in named if path is not None]
+    places = (("Checkpoint", results.checkpoint), ("Weights, for from_pretrained", results.weights))
+    points = [f"{name}: {path}" for name, path in places if path is not None]
     return [Heading("Files"), Listed(points)] if points else []
 
 

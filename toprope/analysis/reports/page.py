@@ -62,9 +62,9 @@ Block = Heading | Paragraph | Listed | Table | Figure
 
 def to_html(title: str, blocks: Sequence[Block], footer: str = "") -> str:
     """Render the page as one HTML file that loads nothing."""
-    sections = groupby(blocks, key=lambda block: isinstance(block, Figure))
-    found = [(figures, list(group)) for figures, group in sections]
-    return _templates().get_template("page.html.j2").render(title=title, sections=found, footer=footer)
+    grouped = groupby(blocks, key=lambda block: isinstance(block, Figure))
+    sections = [(figures, list(group)) for figures, group in grouped]
+    return _templates().get_template("page.html.j2").render(title=title, sections=sections, footer=footer)
 
 
 def to_markdown(blocks: Sequence[Block], pictures: str, footer: str = "") -> tuple[str, dict[str, str]]:

@@ -80,7 +80,7 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
             "weights": _existing(Path(report.checkpoint) / "model") if report.checkpoint else None,
             "wandb": _wandb(trackers, specification.config.logging.wandb),
             "trackers": trackers,
-            "tested": _tested(read_models(folder)),
+            "tested": _summarise_test(read_models(folder)),
             "curricula": curricula_of(folder),
             "standard": read_measurements(folder),
             "answers": [answer.model_dump(mode="json") for answer in read_answers(folder)],
@@ -115,7 +115,7 @@ def build(
     """
     measured = {label: evaluation_of(label, content) for label, content in evaluations.items()}
     before, after = (_sampled(measured.get(label)) for label in ("before", "after"))
-    last = dict(rows[-1]) if rows else {}
+    last_metrics = dict(rows[-1]) if rows else {}
     return Results(
         run_id=status.run_id,
         kind=status.kind,
@@ -125,14 +125,14 @@ def build(
         evaluations=measured,
         rose=rose(before.proportion(), after.proportion()) if before and after else None,
         rose_each=rose_each(measured.get("before"), measured.get("after")),
-        seconds=_seconds(status, events, last),
-        steps=int(last.get("step") or 0),
+        seconds=_seconds(status, events, last_metrics),
+        steps=int(last_metrics.get("step") or 0),
         rollouts=_rollouts(rows),
-        rollouts_per_second=last.get("rollouts_per_second"),
+        rollouts_per_second=last_metrics.get("rollouts_per_second"),
         checkpoint=checkpoint,
         checkpoint_step=(status.checkpoint or {}).get("step"),
         plot=plot,
-        metrics=last,
+        metrics=last_metrics,
         time=_time(rows),
         history=_history(rows),
         examples=_examples(evaluations),
@@ -157,8 +157,8 @@ def labels_to_tell(labels: Iterable[str], most: int) -> list[str]:
     ordered = sorted(labels, key=place)
     steps = [label for label in ordered if label.startswith("step-")]
     if len(steps) > most:
-        kept = {steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)}
-        ordered = [label for label in ordered if label in kept or not label.startswith("step-")]
+        kept_steps = {steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)}
+        ordered = [label for label in ordered if label in kept_steps or not label.startswith("step-")]
     return ordered
 
 
@@ -185,7 +185,7 @@ def trackers_of(folder: RunFolder) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _tested(models: Sequence[TestedModel]) -> Models | None:
+def _summarise_test(models: Sequence[TestedModel]) -> Models | None:
     """Summarise a test of several models; None if there was none."""
     if not models:
         return None
@@ -194,11 +194,11 @@ def _tested(models: Sequence[TestedModel]) -> Models | None:
     ]
     measured = [(report.name, report.measured) for report in reports if report.measured is not None]
     best = best_model(models)
-    works = [2 * one.errors < (one.rollouts or one.tasks) for _, one in measured]
+    works = [2 * accuracy.errors < (accuracy.rollouts or accuracy.tasks) for _, accuracy in measured]
     return Models(
         models=reports,
         best=best.name if best else None,
-        mean_accuracy=_mean(one.accuracy for _, one in measured),
+        mean_accuracy=_mean(accuracy.accuracy for _, accuracy in measured),
         environment_works=any(works) if works else None,
     )
 
@@ -226,11 +226,11 @@ def evaluation_of(label: str, content: Mapping[str, Any]) -> Evaluation:
             greedy=_accuracy(content.get("greedy")),
             environments={
                 label: EnvironmentAccuracy(
-                    split=one.get("split", ""),
-                    sampled=_accuracy(one),
+                    split=environment.get("split", ""),
+                    sampled=_accuracy(environment),
                     greedy=_accuracy(_by_environment(content.get("greedy")).get(label)),
                 )
-                for label, one in _by_environment(content["sampled"]).items()
+                for label, environment in _by_environment(content["sampled"]).items()
             },
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -245,18 +245,20 @@ def _accuracy(measured: Mapping[str, Any] | None) -> Accuracy | None:
         return None
     tasks, rollouts = int(measured["tasks"]), measured.get("rollouts")
     share = wilson(measured["successes"] / (rollouts / tasks if rollouts else 1), tasks)
-    kept = {name: measured[name] for name in Accuracy.model_fields if name in measured and name != "accuracy"}
-    return Accuracy(**kept, accuracy=share.value, low=share.low, high=share.high)
+    fields = {name: measured[name] for name in Accuracy.model_fields if name in measured and name != "accuracy"}
+    return Accuracy(**fields, accuracy=share.value, low=share.low, high=share.high)
 
 
-def _seconds(status: Status, events: Sequence[Event], last: Mapping[str, Any]) -> Seconds:
+def _seconds(status: Status, events: Sequence[Event], last_metrics: Mapping[str, Any]) -> Seconds:
     end = status.ended_at or status.updated_at
     began = next((event.at for event in events if event.kind == "first_step"), status.training_at)
-    left = next((event.at for event in events if event.kind == "state" and event.data.get("from") == "training"), end)
-    training = None if began is None else left - began
-    if status.attempt > 1 and last.get("train_seconds") is not None:
+    training_end = next(
+        (event.at for event in events if event.kind == "state" and event.data.get("from") == "training"), end
+    )
+    training = None if began is None else training_end - began
+    if status.attempt > 1 and last_metrics.get("train_seconds") is not None:
         # Time between attempts is not training, and the end of a lost attempt is unknown: use the trainer's own clock.
-        training = float(last["train_seconds"])
+        training = float(last_metrics["train_seconds"])
     return Seconds(
         total=round(end - status.created_at, 3),
         to_first_step=None if began is None else round(began - status.created_at, 3),
@@ -295,31 +297,32 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return round(sum(known) / len(known), 6) if known else None
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return round(sum(finite) / len(finite), 6) if finite else None
 
 
 def _examples(evaluations: Mapping[str, Mapping[str, Any]]) -> list[Example]:
     """Pair the answers to each task before and after, in the order of the first evaluation that has them."""
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for label, side in (("before", "before"), ("test", "before"), ("after", "after")):
         for example in evaluations.get(label, {}).get("examples") or ():
-            entry = found.setdefault(str(example["task_id"]), {"task_id": str(example["task_id"])})
+            entry = entries.setdefault(str(example["task_id"]), {"task_id": str(example["task_id"])})
             entry.setdefault("prompt", example.get("prompt", ""))
             if example.get("reference") is not None:
                 entry.setdefault("reference", str(example["reference"]))
             entry[side], entry[f"{side}_success"] = example.get("answer"), example.get("success")
-    return [Example(**entry) for entry in found.values()]
+    return [Example(**entry) for entry in entries.values()]
 
 
 def rose_each(before: Evaluation | None, after: Evaluation | None) -> dict[str, bool]:
     """Return, by environment measured before and after, True if its accuracy rose by more than the intervals."""
-    found = {}
-    for label, one in (before.environments if before is not None and after is not None else {}).items():
-        first, other = one.sampled, after.environments.get(label) if after is not None else None
-        if first is not None and other is not None and other.sampled is not None:
-            found[label] = rose(first.proportion(), other.sampled.proportion())
-    return found
+    rose_by_label = {}
+    for label, environment_before in (before.environments if before is not None and after is not None else {}).items():
+        accuracy_before = environment_before.sampled
+        environment_after = after.environments.get(label) if after is not None else None
+        if accuracy_before is not None and environment_after is not None and environment_after.sampled is not None:
+            rose_by_label[label] = rose(accuracy_before.proportion(), environment_after.sampled.proportion())
+    return rose_by_label
 
 
 def curricula_of(folder: RunFolder) -> dict[str, Any]:
@@ -328,17 +331,17 @@ def curricula_of(folder: RunFolder) -> dict[str, Any]:
     `opened` lists the measurements that raised the level, `last` is the newest one.
     """
     try:
-        found = Curricula.read(folder)
+        curricula = Curricula.read(folder)
     except Corrupt:
         return {}
     return {
         label: {
-            "knob": one.knob,
-            "levels": one.levels,
-            "level": one.level,
-            "since": one.since,
-            "opened": [measure.model_dump(exclude={"moved"}) for measure in one.measures if measure.moved],
-            "last": one.measures[-1].model_dump(exclude={"moved"}) if one.measures else None,
+            "knob": curriculum.knob,
+            "levels": curriculum.levels,
+            "level": curriculum.level,
+            "since": curriculum.since,
+            "opened": [measure.model_dump(exclude={"moved"}) for measure in curriculum.measures if measure.moved],
+            "last": curriculum.measures[-1].model_dump(exclude={"moved"}) if curriculum.measures else None,
         }
-        for label, one in (found.environments if found else {}).items()
+        for label, curriculum in (curricula.environments if curricula else {}).items()
     }

@@ -141,13 +141,13 @@ def unlike(a: Side, b: Side) -> list[str]:
         for run in runs:
             values.setdefault(run.conditions.get(name, "unknown"), []).append(run.run_id)
         if len(values) > 1:
-            told = "; ".join(f"{value} ({', '.join(ids[:3])})" for value, ids in list(values.items())[:4])
-            problems.append(f"They differ in {name}: {told}.")
+            listed = "; ".join(f"{value} ({', '.join(ids[:3])})" for value, ids in list(values.items())[:4])
+            problems.append(f"They differ in {name}: {listed}.")
     if not problems:
         for run in runs[1:]:
             if not _same_tasks(first.sampled.tasks, run.sampled.tasks):
                 same = len(set(run.sampled.tasks) & set(first.sampled.tasks))
-                if len(_shared([one.sampled.tasks for one in runs])) < FEWEST_SHARED:
+                if len(_shared_tasks([measured.sampled.tasks for measured in runs])) < FEWEST_SHARED:
                     problems.append(
                         f"{run.run_id} was measured on other tasks than {first.run_id}: {len(run.sampled.tasks)} and "
                         f"{len(first.sampled.tasks)}, {same} of them the same; {FEWEST_SHARED} are the fewest."
@@ -167,44 +167,48 @@ def on_shared_tasks(a: Side, b: Side) -> tuple[Side, Side]:
     runs = [*a.runs, *b.runs]
     if all(_same_tasks(runs[0].sampled.tasks, run.sampled.tasks) for run in runs[1:]):
         return a, b
-    kept = _shared([run.sampled.tasks for run in runs])
+    shared_tasks = _shared_tasks([run.sampled.tasks for run in runs])
 
-    def only(side: Side) -> Side:
+    def restrict(side: Side) -> Side:
         return replace(
             side,
             runs=tuple(
-                replace(run, sampled=_only(run.sampled, kept), greedy=_greedy_only(run.greedy, kept))
+                replace(
+                    run,
+                    sampled=_answers_to(run.sampled, shared_tasks),
+                    greedy=_greedy_answers_to(run.greedy, shared_tasks),
+                )
                 for run in side.runs
             ),
         )
 
-    return only(a), only(b)
+    return restrict(a), restrict(b)
 
 
-def _shared(lists: Sequence[Sequence[str]]) -> list[str]:
+def _shared_tasks(lists: Sequence[Sequence[str]]) -> list[str]:
     """Return the tasks that every list has once, in the order of the first."""
     counts = [Counter(tasks) for tasks in lists]
     return [task for task in lists[0] if not task.startswith(_UNPLAYED) and all(count[task] == 1 for count in counts)]
 
 
-def _only(answers: Answers, kept: Sequence[str]) -> Answers:
+def _answers_to(answers: Answers, tasks: Sequence[str]) -> Answers:
     """Return the answers to the kept tasks, in their order."""
     wins = dict(zip(answers.tasks, answers.wins, strict=True))
-    return Answers(tuple(kept), tuple(wins[task] for task in kept), answers.each)
+    return Answers(tuple(tasks), tuple(wins[task] for task in tasks), answers.each)
 
 
-def _greedy_only(answers: Answers | None, kept: Sequence[str]) -> Answers | None:
+def _greedy_answers_to(answers: Answers | None, tasks: Sequence[str]) -> Answers | None:
     """Return the greedy answers to those of the kept tasks that have one; None if there are none at all."""
     if answers is None:
         return None
     judged = set(answers.tasks)
-    return _only(answers, [task for task in kept if task in judged])
+    return _answers_to(answers, [task for task in tasks if task in judged])
 
 
-def _same_tasks(one: Sequence[str], other: Sequence[str]) -> bool:
+def _same_tasks(tasks_a: Sequence[str], tasks_b: Sequence[str]) -> bool:
     """Compare task ids; a task that could not be sampled has none and is known by its position."""
-    return len(one) == len(other) and all(
-        x == y or x.startswith(_UNPLAYED) or y.startswith(_UNPLAYED) for x, y in zip(one, other, strict=True)
+    return len(tasks_a) == len(tasks_b) and all(
+        x == y or x.startswith(_UNPLAYED) or y.startswith(_UNPLAYED) for x, y in zip(tasks_a, tasks_b, strict=True)
     )
 
 
@@ -238,11 +242,11 @@ def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
     seeds = seeds_margin(means_a.by_run, means_b.by_run)
     floor, basis = _floor(pairing, seeds, len(a.runs), len(b.runs))
     if seeds is None and len(units) and answers_a[0].each == 1:
-        interval = _paired(answers_a[0], answers_b[0])
+        interval = _paired_interval(answers_a[0], answers_b[0])
     else:
         interval = Interval(difference, difference - floor, difference + floor)
-    shown = p_tasks <= SIGNIFICANT and abs(difference) > floor and not interval.holds(0.0)
-    verdict: Verdict = "none" if not shown else "b" if difference > 0 else "a"
+    is_shown = p_tasks <= SIGNIFICANT and abs(difference) > floor and not interval.holds(0.0)
+    verdict: Verdict = "none" if not is_shown else "b" if difference > 0 else "a"
     return Comparison(
         a=means_a,
         b=means_b,
@@ -253,8 +257,8 @@ def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
         effect=_h(statistics.fmean(means_b.by_run)) - _h(statistics.fmean(means_a.by_run)),
         verdict=verdict,
         why=_why(difference, p_tasks, floor, verdict),
-        only_a=sum(one < 0 for one in units),
-        only_b=sum(one > 0 for one in units),
+        only_a=sum(unit < 0 for unit in units),
+        only_b=sum(unit > 0 for unit in units),
         rests_on=_rests_on(a, b, means_a.by_run, means_b.by_run, difference) if p_tasks <= SIGNIFICANT else (),
         lone_wins=_lone_wins(a, answers_a) | _lone_wins(b, answers_b),
         tasks_needed=_tasks_needed(answers_a, answers_b, units, difference),
@@ -264,21 +268,23 @@ def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
 
 def _answers(runs: Sequence[Measured], greedy: bool) -> list[Answers] | None:
     """Return the answers of all runs to the same tasks; None if a run has none, or they share too few tasks."""
-    found = [one for run in runs if (one := run.greedy if greedy else run.sampled) is not None]
-    if len(found) < len(runs):
+    answers = [run_answers for run in runs if (run_answers := run.greedy if greedy else run.sampled) is not None]
+    if len(answers) < len(runs):
         return None
     # Unjudged answers are left out of the greedy and of the sampled ones, so their tasks may differ.
-    if all(_same_tasks(found[0].tasks, one.tasks) for one in found[1:]):
-        return found if found[0].tasks else None
-    kept = _shared([one.tasks for one in found])
-    return [_only(one, kept) for one in found] if len(kept) >= FEWEST_SHARED else None
+    if all(_same_tasks(answers[0].tasks, run_answers.tasks) for run_answers in answers[1:]):
+        return answers if answers[0].tasks else None
+    shared_tasks = _shared_tasks([run_answers.tasks for run_answers in answers])
+    if len(shared_tasks) < FEWEST_SHARED:
+        return None
+    return [_answers_to(run_answers, shared_tasks) for run_answers in answers]
 
 
 def _means(answers: Sequence[Answers]) -> Means:
-    by_run = tuple(one.accuracy for one in answers)
+    by_run = tuple(run_answers.accuracy for run_answers in answers)
     # Answers to one task are dependent, also across seeds, so the interval counts tasks.
     tasks = len(answers[0].wins)
-    share = wilson(sum(sum(one.wins) / one.each for one in answers) / len(answers), tasks)
+    share = wilson(sum(sum(run_answers.wins) / run_answers.each for run_answers in answers) / len(answers), tasks)
     if len(by_run) == 1:
         return Means(by_run, Interval(share.value, share.low, share.high), None)
     seeds = mean_interval(by_run)
@@ -288,8 +294,8 @@ def _means(answers: Sequence[Answers]) -> Means:
 
 def _differences(a: Sequence[Answers], b: Sequence[Answers]) -> list[int]:
     """Return by task b's mean success minus a's, in units of 1 / (answers of a * answers of b)."""
-    wins_a, wins_b = (list(map(sum, zip(*(one.wins for one in side), strict=True))) for side in (a, b))
-    each_a, each_b = sum(one.each for one in a), sum(one.each for one in b)
+    wins_a, wins_b = (list(map(sum, zip(*(run_answers.wins for run_answers in side), strict=True))) for side in (a, b))
+    each_a, each_b = sum(run_answers.each for run_answers in a), sum(run_answers.each for run_answers in b)
     return [y * each_a - x * each_b for x, y in zip(wins_a, wins_b, strict=True)]
 
 
@@ -301,9 +307,9 @@ def _pairing_margin(a: Sequence[Answers], b: Sequence[Answers], units: Sequence[
     """
     if len(units) < 2:
         return 1.0
-    scale, n = sum(one.each for one in a) * sum(one.each for one in b), len(units) + 2
+    scale, n = sum(run_answers.each for run_answers in a) * sum(run_answers.each for run_answers in b), len(units) + 2
     mean = sum(units) / scale / n
-    variance = (sum((one / scale) ** 2 for one in units) + 1) / n - mean**2
+    variance = (sum((unit / scale) ** 2 for unit in units) + 1) / n - mean**2
     return 1.959964 * math.sqrt(variance / n)
 
 
@@ -311,21 +317,21 @@ def _tasks_needed(a: Sequence[Answers], b: Sequence[Answers], units: Sequence[in
     """Return the number of paired tasks that shows the difference with a power of 0.8 (Cohen, 1988)."""
     if abs(difference) < _NEAR_NOTHING or len(units) < 2:
         return None
-    scale = sum(one.each for one in a) * sum(one.each for one in b)
-    variance = statistics.pvariance([one / scale for one in units])
+    scale = sum(run_answers.each for run_answers in a) * sum(run_answers.each for run_answers in b)
+    variance = statistics.pvariance([unit / scale for unit in units])
     return math.ceil(_TWO_SIDED_POWER**2 * variance / difference**2)
 
 
 def _seeds_needed(a: Means, b: Means, difference: float) -> int | None:
     """Return the number of seeds on each side that shows the difference with a power of 0.8."""
-    spreads = [one.spread for one in (a, b) if one.spread is not None]
+    spreads = [means.spread for means in (a, b) if means.spread is not None]
     if abs(difference) < _NEAR_NOTHING or not spreads:
         return None
     variance = statistics.fmean([spread**2 for spread in spreads])
     return max(math.ceil(2 * _TWO_SIDED_POWER**2 * variance / difference**2) + 1, 2)
 
 
-def _paired(a: Answers, b: Answers) -> Interval:
+def _paired_interval(a: Answers, b: Answers) -> Interval:
     pairs = list(zip(a.wins, b.wins, strict=True))
     both, neither = sum(x and y for x, y in pairs), sum(not x and not y for x, y in pairs)
     only_b, only_a = sum(y and not x for x, y in pairs), sum(x and not y for x, y in pairs)
@@ -367,21 +373,24 @@ def _h(share: float) -> float:
 def _rests_on(
     a: Side, b: Side, accuracy_a: Sequence[float], accuracy_b: Sequence[float], difference: float
 ) -> tuple[str, ...]:
-    found = []
-    for side, own, other, sign in ((a, accuracy_a, accuracy_b, -1), (b, accuracy_b, accuracy_a, 1)):
+    run_ids = []
+    for side, accuracies, other_accuracies, sign in ((a, accuracy_a, accuracy_b, -1), (b, accuracy_b, accuracy_a, 1)):
         for place, run in enumerate(side.runs):
-            rest = [value for index, value in enumerate(own) if index != place]
-            if rest and sign * (statistics.fmean(rest) - statistics.fmean(other)) / difference < _RESTS_ON:
-                found.append(run.run_id)
-    return tuple(found)
+            remaining = [value for index, value in enumerate(accuracies) if index != place]
+            if (
+                remaining
+                and sign * (statistics.fmean(remaining) - statistics.fmean(other_accuracies)) / difference < _RESTS_ON
+            ):
+                run_ids.append(run.run_id)
+    return tuple(run_ids)
 
 
 def _lone_wins(side: Side, answers: Sequence[Answers]) -> dict[str, int]:
     if len(answers) < 2:
         return {}
-    found = {}
+    counts = {}
     for place, run in enumerate(side.runs):
-        others = [one.wins for index, one in enumerate(answers) if index != place]
+        others = [run_answers.wins for index, run_answers in enumerate(answers) if index != place]
         by_task = zip(answers[place].wins, *others, strict=True)
-        found[run.run_id] = sum(won > 0 and not any(rest) for won, *rest in by_task)
-    return found
+        counts[run.run_id] = sum(won > 0 and not any(rival_wins) for won, *rival_wins in by_task)
+    return counts

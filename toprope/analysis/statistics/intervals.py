@@ -153,14 +153,17 @@ def seeds_margin(a: Sequence[float], b: Sequence[float]) -> float | None:
         The margin; None if neither side has two seeds.
     """
     variances = [statistics.variance(side) if len(side) > 1 else None for side in (a, b)]
-    known = [variance for variance in variances if variance is not None]
-    if not known:
+    measured = [variance for variance in variances if variance is not None]
+    if not measured:
         return None
-    parts = [(known[0] if one is None else one) / len(side) for one, side in zip(variances, (a, b), strict=True)]
+    parts = [
+        (measured[0] if variance is None else variance) / len(side)
+        for variance, side in zip(variances, (a, b), strict=True)
+    ]
     spread = sum(parts)
     if spread == 0:
         return 0.0
-    if len(known) == 1:
+    if len(measured) == 1:
         freedom: float = max(len(a), len(b)) - 1
     else:
         freedom = spread**2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True))

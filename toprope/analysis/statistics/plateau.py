@@ -62,19 +62,19 @@ def noise_floor(experiments: Sequence[Experiment], runs: tuple[int, int] = (1, 1
     Returns:
         None if nothing was measured.
     """
-    figures = {run: one for entry in experiments for run, one in entry.figures.items()}
-    measured = [one for one in figures.values() if one.accuracy is not None and one.tasks]
+    figures = {run: figure for entry in experiments for run, figure in entry.figures.items()}
+    measured = [figure for figure in figures.values() if figure.accuracy is not None and figure.tasks]
     if not measured:
         return None
-    best = max(measured, key=lambda one: one.accuracy or 0.0)
-    share, tasks = best.accuracy or 0.0, min(one.tasks or 1 for one in measured)
+    best = max(measured, key=lambda figure: figure.accuracy or 0.0)
+    share, tasks = best.accuracy or 0.0, min(figure.tasks or 1 for figure in measured)
     # At a share of 0 or 1 the normal form is empty: add pseudo-counts to both sides (Agresti and Coull 1998).
     share = (share * tasks + 0.5) / (tasks + 1)
     by_tasks = _Z * math.sqrt(2 * share * (1 - share) / tasks)
     alike: dict[str, list[float]] = defaultdict(list)
-    for one in measured:
-        if one.configuration:
-            alike[one.configuration].append(one.accuracy or 0.0)
+    for figure in measured:
+        if figure.configuration:
+            alike[figure.configuration].append(figure.accuracy or 0.0)
     repeated = [values for values in alike.values() if len(values) > 1]
     freedom = sum(len(values) - 1 for values in repeated)
     if not freedom:
@@ -86,16 +86,19 @@ def noise_floor(experiments: Sequence[Experiment], runs: tuple[int, int] = (1, 1
 
 def comparable(experiments: Sequence[Experiment]) -> list[Experiment]:
     """Return the measured experiments of an environment whose tasks are those of the newest one, oldest first."""
-    measured = sorted((one for one in experiments if one.accuracy is not None), key=lambda one: (one.at, one.id))
-    return [one for one in measured if _tasks_of(one) == _tasks_of(measured[-1])]
+    measured = sorted(
+        (experiment for experiment in experiments if experiment.accuracy is not None),
+        key=lambda experiment: (experiment.at, experiment.id),
+    )
+    return [experiment for experiment in measured if _tasks_of(experiment) == _tasks_of(measured[-1])]
 
 
 def _tasks_of(experiment: Experiment) -> set[str]:
-    return {one.measured for one in experiment.figures.values() if one.accuracy is not None}
+    return {figure.measured for figure in experiment.figures.values() if figure.accuracy is not None}
 
 
 def _runs_of(experiment: Experiment) -> int:
-    return sum(one.accuracy is not None for one in experiment.figures.values())
+    return sum(figure.accuracy is not None for figure in experiment.figures.values())
 
 
 def plateau(experiments: Sequence[Experiment], count: int = 3) -> Plateau | None:
@@ -108,7 +111,9 @@ def plateau(experiments: Sequence[Experiment], count: int = 3) -> Plateau | None
     measured = comparable(experiments)
     if len(measured) <= count:
         return None
-    before, since = (max(part, key=lambda one: one.accuracy or 0.0) for part in (measured[:-count], measured[-count:]))
+    before, since = (
+        max(part, key=lambda experiment: experiment.accuracy or 0.0) for part in (measured[:-count], measured[-count:])
+    )
     floor = noise_floor(measured, (_runs_of(before), _runs_of(since)))
     if floor is None:
         return None
@@ -121,5 +126,5 @@ def plateau(experiments: Sequence[Experiment], count: int = 3) -> Plateau | None
         floor=floor[0],
         from_seeds=floor[1],
         stands=best_since - best_before <= floor[0],
-        left_out=sum(one.accuracy is not None for one in experiments) - len(measured),
+        left_out=sum(experiment.accuracy is not None for experiment in experiments) - len(measured),
     )

@@ -32,9 +32,9 @@ def measured(folder: RunFolder, state: str) -> Measured:
     kind = specification.run_kind
     label = kind.final_evaluation if kind.measures else None
     if label is None or (specification.test is not None and specification.test.models):
-        what = "puts questions to a policy" if label is None else "measures several models at once"
+        activity = "puts questions to a policy" if label is None else "measures several models at once"
         raise NotPossibleNow(
-            f"{folder.run_id} {what}, so it has nothing to compare.",
+            f"{folder.run_id} {activity}, so it has nothing to compare.",
             hint="Name training runs, seed groups of them, or tests of a single policy.",
         )
     try:
@@ -69,7 +69,7 @@ def measured(folder: RunFolder, state: str) -> Measured:
         "rollout.max_new_tokens": str(rollout.max_new_tokens),
         "rollout.top_p": str(rollout.top_p),
         "environment.reward_weights": json.dumps(config.environment.reward_weights, sort_keys=True)[:200],
-        **({"environment.rewards": ", ".join(one.fn for one in functions)[:200]} if functions else {}),
+        **({"environment.rewards": ", ".join(function.fn for function in functions)[:200]} if functions else {}),
         "starting policy": _base(folder, config.policy.model),
     }
     ancestors, lost = ancestors_of(folder, specification)
@@ -91,22 +91,22 @@ def ancestors_of(folder: RunFolder, specification: Specification) -> tuple[dict[
 
     Ancestors are the run that the policy starts from and the runs whose rollouts the data set contains, and theirs.
     """
-    found: dict[str, Cost] = {}
+    costs: dict[str, Cost] = {}
     lost: list[str] = []
     waiting = _parents(specification)
     while waiting:
         run_id = waiting.pop(0)
-        if run_id in found or run_id in lost or run_id == folder.run_id:
+        if run_id in costs or run_id in lost or run_id == folder.run_id:
             continue
-        own = RunFolder(folder.path.parent / run_id)
+        ancestor_folder = RunFolder(folder.path.parent / run_id)
         try:
-            parent = Specification.read(own)
+            parent = Specification.read(ancestor_folder)
         except (NotFound, Corrupt, ValueError):
             lost.append(run_id)
             continue
-        found[run_id] = cost_of(own, parent)
+        costs[run_id] = cost_of(ancestor_folder, parent)
         waiting += _parents(parent)
-    return found, tuple(lost)
+    return costs, tuple(lost)
 
 
 def _parents(specification: Specification) -> list[str]:
@@ -123,7 +123,7 @@ def _runs_behind(version: Path, depth: int = 8) -> list[str]:
         runs, datasets = list(map(str, lineage.get("runs") or ())), list(map(str, lineage.get("datasets") or ()))
     except (NotFound, Corrupt, KeyError, TypeError, AttributeError):
         return []
-    for name, _, number in (one.partition("@") for one in datasets if depth and "/" not in one):
+    for name, _, number in (dataset.partition("@") for dataset in datasets if depth and "/" not in dataset):
         runs += _runs_behind(version.parent.parent / name / number, depth - 1)
     return runs
 
@@ -154,28 +154,29 @@ def _answers(content: dict[str, Any] | None) -> Answers | None:
     tasks, wins = content["by_task"]["tasks"], content["by_task"]["wins"]
     if not tasks or len(tasks) != len(wins):
         return None
-    each = int(content.get("group_size") or 1)
-    return Answers(tuple(map(str, tasks)), tuple(map(int, wins)), each)
+    answers_per_task = int(content.get("group_size") or 1)
+    return Answers(tuple(map(str, tasks)), tuple(map(int, wins)), answers_per_task)
 
 
 def _conditions(specification: Specification, evaluation: dict[str, Any]) -> dict[str, str]:
     """Return the conditions that must be equal, by a name for messages."""
     loaded = (evaluation.get("evaluator") or {}).get("loaded") or {}
     versions = (evaluation.get("evaluator") or {}).get("versions") or {}
+    packages = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     trains = specification.run_kind.trains
     split = (evaluation.get("sampled") or {}).get("split") or (HELDOUT if trains else "validation")
     return {
         "kind of measurement": f"{named_split(split)} tasks {'after training' if trains else 'of a test'}",
-        **{name: _short(said) for name, said in measured_tasks(specification).items()},
+        **{name: _short(value) for name, value in measured_tasks(specification).items()},
         "the environment's source (hash)": str(loaded.get("environment", "unknown")),
-        "the environment's packages": ", ".join(f"{name} {one}" for name, one in sorted(versions.items())) or "none",
+        "the environment's packages": packages or "none",
         "the evaluator's source (hash)": str(loaded.get("toprope", "unknown")),
     }
 
 
-def _short(said: str) -> str:
+def _short(text: str) -> str:
     """Cut a long text; a digest of the whole keeps unequal ones apart."""
-    return said if len(said) <= 200 else f"{clip(said, 180)} {hashlib.sha256(said.encode()).hexdigest()[:12]}"
+    return text if len(text) <= 200 else f"{clip(text, 180)} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def measured_tasks(specification: Specification) -> dict[str, str]:
@@ -185,32 +186,32 @@ def measured_tasks(specification: Specification) -> dict[str, str]:
         "environment": specification.environment.name,
         "environment.knobs": json.dumps(section.knobs, sort_keys=True, ensure_ascii=False),
         "environment.max_turns": str(section.max_turns),
-        **_measured_beside(section),
+        **_levels_and_mixture(section),
     }
 
 
-def _measured_beside(section: EnvironmentSection) -> dict[str, str]:
+def _levels_and_mixture(section: EnvironmentSection) -> dict[str, str]:
     """Return what else selects the measured tasks: other environments and curriculum levels."""
-    first, *others = members_of(section)
-    found = {}
-    for plan in (first, *others):
+    first_member, *others = members_of(section)
+    selections = {}
+    for plan in (first_member, *others):
         if (curriculum := plan.curriculum) is not None:
             measured = curriculum.levels[curriculum.measured]
-            found[f"level of {plan.label} that is measured"] = f"{curriculum.knob} {measured!r}"
+            selections[f"level of {plan.label} that is measured"] = f"{curriculum.knob} {measured!r}"
     if others:
-        told = [[plan.label, plan.name, plan.section.knobs, plan.section.max_turns] for plan in others]
-        found["environment.mixture"] = json.dumps(told, sort_keys=True, ensure_ascii=False)
-    return found
+        members = [[plan.label, plan.name, plan.section.knobs, plan.section.max_turns] for plan in others]
+        selections["environment.mixture"] = json.dumps(members, sort_keys=True, ensure_ascii=False)
+    return selections
 
 
 def _base(folder: RunFolder, model: str) -> str:
     """Return the hash of the starting weights, or their name if the manifest has no hash."""
     try:
-        found = read_json(folder.path / "manifest.json")["policy"]["sha256"]
+        digest = read_json(folder.path / "manifest.json")["policy"]["sha256"]
     except (NotFound, Corrupt, KeyError, TypeError):
-        found = None
-    if found:
-        return f"{Path(model).name} {str(found)[:12]}"
+        digest = None
+    if digest:
+        return f"{Path(model).name} {str(digest)[:12]}"
     return Path(model).name if len(model) < 80 else hashlib.sha256(model.encode()).hexdigest()[:12]
 
 

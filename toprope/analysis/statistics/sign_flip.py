@@ -27,18 +27,18 @@ def sign_flip(differences: Sequence[int]) -> float:
         The probability of a sum at least as large in magnitude. Exact if that is quick, otherwise from 10,000 draws
         with a fixed seed, counted as in Phipson and Smyth (SAGMB 9, 2010), so never 0.
     """
-    sizes = [abs(one) for one in differences if one]
-    seen = abs(sum(differences))
-    if not sizes or not seen:
+    sizes = [abs(difference) for difference in differences if difference]
+    observed = abs(sum(differences))
+    if not sizes or not observed:
         return 1.0
     unit = math.gcd(*sizes)
-    sizes, seen = [size // unit for size in sizes], seen // unit
+    sizes, observed = [size // unit for size in sizes], observed // unit
     total = sum(sizes)
     if len(set(sizes)) == 1:
-        return _binomial(len(sizes), (len(sizes) + seen // sizes[0]) // 2)
+        return _binomial(len(sizes), (len(sizes) + observed // sizes[0]) // 2)
     if len(sizes) * total <= _MOST_WORK:
-        return _exact(sizes, seen, total)
-    return _sampled(sizes, seen)
+        return _exact(sizes, observed, total)
+    return _by_sampling(sizes, observed)
 
 
 def _binomial(n: int, wins: int) -> float:
@@ -47,7 +47,7 @@ def _binomial(n: int, wins: int) -> float:
     return float(min(1.0, 2 * tail / 2**n))
 
 
-def _exact(sizes: Sequence[int], seen: int, total: int) -> float:
+def _exact(sizes: Sequence[int], observed: int, total: int) -> float:
     """Count by the distribution of the positive part: sum = 2 * positive - total."""
     chances = [0.0] * (total + 1)
     chances[0], reached = 1.0, 0
@@ -57,15 +57,15 @@ def _exact(sizes: Sequence[int], seen: int, total: int) -> float:
             chances[place] = 0.5 * (chances[place] + chances[place - size])
         for place in range(min(size, reached + 1)):
             chances[place] *= 0.5
-    tail = math.fsum(chances[(total + seen + 1) // 2 :])
+    tail = math.fsum(chances[(total + observed + 1) // 2 :])
     return min(1.0, 2 * tail)
 
 
-def _sampled(sizes: Sequence[int], seen: int) -> float:
+def _by_sampling(sizes: Sequence[int], observed: int) -> float:
     draw, counts = random.Random(0), Counter(sizes)
     hits = 0
     for _ in range(_SAMPLES):
         # The bits of one random number are the signs of all differences of equal size.
         total = sum(size * (2 * draw.getrandbits(count).bit_count() - count) for size, count in counts.items())
-        hits += abs(total) >= seen
+        hits += abs(total) >= observed
     return (hits + 1) / (_SAMPLES + 1)

@@ -103,13 +103,13 @@ class Index:
         """Drafts, the last edited first, without those whose row cannot be read."""
         with self.reading() as db:
             rows = db.execute("SELECT * FROM drafts ORDER BY updated_at DESC, id LIMIT ?", (limit,)) if db else ()
-            found = []
+            drafts = []
             for row in rows:
                 try:
-                    found.append(_draft(row))
+                    drafts.append(_draft(row))
                 except Corrupt:
                     continue
-            return found
+            return drafts
 
     def edit_draft(
         self, draft_id: str, edit: Callable[[DraftRow], tuple[dict[str, Any], list[dict[str, Any]]]]
@@ -189,7 +189,7 @@ class Index:
         if not self.path.exists():
             yield None
             return
-        with self._connected(reading=True) as db:
+        with self._connect(reading=True) as db:
             yield db
 
     @contextmanager
@@ -197,7 +197,7 @@ class Index:
         """A connection inside a write transaction; commit at the end, roll back on an exception."""
         if not self.path.exists():
             self._create()
-        with self._connected() as db:
+        with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
@@ -208,13 +208,13 @@ class Index:
             db.execute("COMMIT")
 
     @contextmanager
-    def _connected(self, reading: bool = False) -> Iterator[sqlite3.Connection]:
+    def _connect(self, reading: bool = False) -> Iterator[sqlite3.Connection]:
         # A log beside the file means that a process died with it open or has it open now. Each process then checks the
         # file once.
         unclean = not self._checked and Path(f"{self.path}-wal").exists()
         db = None
         try:
-            db = self._opened(reading)
+            db = self._open(reading)
             db.row_factory = sqlite3.Row
             db.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
             db.execute("PRAGMA foreign_keys = ON")
@@ -231,7 +231,7 @@ class Index:
             if db is not None:
                 db.close()
 
-    def _opened(self, reading: bool) -> sqlite3.Connection:
+    def _open(self, reading: bool) -> sqlite3.Connection:
         """A connection. On a full disk SQLite cannot create its files beside the database; a reader then opens it as
         immutable, which is safe because nobody can write to it."""
         db = sqlite3.connect(self.path, timeout=_BUSY_MS / 1000, isolation_level=None)

@@ -40,9 +40,9 @@ def take(index: Index, key: str, draft_id: str, run_id: str, stands: Callable[[S
     with index.writing() as db:
         row = db.execute("SELECT * FROM start_keys WHERE key = ?", (key,)).fetchone()
         if row is not None:
-            taken = StartKey(**dict(row))
-            if stands(taken):
-                return taken
+            holder = StartKey(**dict(row))
+            if stands(holder):
+                return holder
         db.execute("INSERT OR REPLACE INTO start_keys VALUES (?, ?, ?, ?)", (key, draft_id, run_id, time.time()))
     return None
 

@@ -69,7 +69,7 @@ def rebuild_index(index: Index, runs: Path, damaged: Path | None = None) -> Rebu
     """
     rebuilt = RebuiltIndex()
     old_drafts, old_edits = _rows(damaged, "drafts"), _rows(damaged, "edits")
-    specifications = sorted(_specifications(runs, rebuilt), key=lambda one: one.created_at)
+    specifications = sorted(_specifications(runs, rebuilt), key=lambda spec: spec.created_at)
     with index.writing() as db:
         for row in old_drafts:
             if _sound(row) and _insert(db, row):
@@ -95,8 +95,8 @@ def rebuild_index(index: Index, runs: Path, damaged: Path | None = None) -> Rebu
                     specification.created_at,
                 ),
             ).rowcount
-            known = draft_id in rebuilt.kept or draft_id in rebuilt.remade
-            if not known and _insert(db, _draft_of(specification)):
+            is_known = draft_id in rebuilt.kept or draft_id in rebuilt.remade
+            if not is_known and _insert(db, _draft_of(specification)):
                 rebuilt.remade[draft_id] = specification.run_id
     return rebuilt
 

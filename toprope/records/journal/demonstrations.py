@@ -39,8 +39,8 @@ class Trace(msgspec.Struct, omit_defaults=True):
     @property
     def prompt(self) -> list[dict[str, Any]]:
         """The messages before the first answer."""
-        first = (n for n, said in enumerate(self.messages) if said["role"] == "assistant")
-        return self.messages[: self.first_messages or next(first, None)]
+        answer_places = (n for n, message in enumerate(self.messages) if message["role"] == "assistant")
+        return self.messages[: self.first_messages or next(answer_places, None)]
 
 
 class _Head(msgspec.Struct):

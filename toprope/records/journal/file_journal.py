@@ -166,12 +166,12 @@ class FileJournal:
 
     def removable(self, before: int) -> bool:
         """Return True if some segments only hold groups numbered below `before`."""
-        return bool(self._passed(before))
+        return bool(self._segments_before(before))
 
     def leave(self, before: int, snapshot: Snapshot, *, keep: Keep) -> None:
         """Skip the `removable` segments from now on, after the snapshot is on disk; remove what is not to be kept.
         Raises as `append`."""
-        passed = self._passed(before)
+        passed = self._segments_before(before)
         if not passed:
             return
         self.mark(snapshot)
@@ -238,7 +238,7 @@ class FileJournal:
         writers = [] if self._writer is None else [self._writer]
         for reader in self._readers.values():
             reader.close()
-        for descriptor in [*(one for one, _ in self._retired), *writers]:
+        for descriptor in [*(retired for retired, _ in self._retired), *writers]:
             os.close(descriptor)
         self._readers.clear()
         self._retired.clear()
@@ -285,7 +285,7 @@ class FileJournal:
             if not sample:
                 raise
 
-    def _passed(self, before: int) -> list[int]:
+    def _segments_before(self, before: int) -> list[int]:
         passed = []
         for ordinal, last in self._last_of.items():
             if last >= before or ordinal == self._newest:
@@ -295,21 +295,21 @@ class FileJournal:
 
     def widen(self) -> bool:
         """Read skipped segments too; return whether there were any."""
-        first = next(iter(self._last_of), None)
+        first_ordinal = next(iter(self._last_of), None)
         self._open(0)
-        return first != next(iter(self._last_of), None)
+        return first_ordinal != next(iter(self._last_of), None)
 
     def _open(self, start: int) -> None:
         self._last_of.clear()
         for numbers in (self._segment, self._offset, self._length, self._crc, self.damage):
             del numbers[:]
         self._base = 0
-        found = ordinals(self._folder)
-        for ordinal in found[found.index(start) if start in found else 0 :]:
+        present = ordinals(self._folder)
+        for ordinal in present[present.index(start) if start in present else 0 :]:
             self._open_segment(ordinal)
             if self._sync != "os":  # a killed writer's last records may be in memory only: what is found is to last
                 fsync(self._path(ordinal))
-        if found and self._sync != "os":
+        if present and self._sync != "os":
             fsync(self._folder)
         self._recovered = self.last
 
@@ -352,9 +352,9 @@ class FileJournal:
         try:
             written = os.writev(descriptor, [head, note, body])
             if written < size:
-                rest = memoryview(head + note + body)[written:]
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
+                unwritten = memoryview(head + note + body)[written:]
+                while unwritten:
+                    unwritten = unwritten[os.write(descriptor, unwritten) :]
             if self._sync == "always":
                 sync(descriptor)
         except OSError as error:

@@ -57,10 +57,10 @@ def comparisons(outcomes: Sequence[Outcome]) -> list[tuple[list[int], list[int]]
     def judged(numbers: Iterable[int]) -> list[int]:
         return [number for number in numbers if not outcomes[number].unjudged]
 
-    own = [judged(numbers) for seat, numbers in seats.items() if seat and len(numbers) > 1]
+    by_seat = [judged(numbers) for seat, numbers in seats.items() if seat and len(numbers) > 1]
     alone = [number for seat, numbers in seats.items() if not seat or len(numbers) == 1 for number in numbers]
-    found = [*((numbers, numbers) for numbers in own), (judged(sorted(alone)), judged(range(len(outcomes))))]
-    return [(members, peers) for members, peers in found if members]
+    pairs = [*((numbers, numbers) for numbers in by_seat), (judged(sorted(alone)), judged(range(len(outcomes))))]
+    return [(members, peers) for members, peers in pairs if members]
 
 
 class Group(msgspec.Struct, omit_defaults=True):

@@ -235,14 +235,14 @@ def _most_changed(index: _Index, query: Query, complete: bool) -> RolloutPage:
             firsts[entry.task] = entry
     _check_part(query, parts)
 
-    def keyed() -> Iterator[tuple[tuple[float, int], Entry, Entry]]:
+    def keyed_pairs() -> Iterator[tuple[tuple[float, int], Entry, Entry]]:
         for task, last in lasts.items():
             change = _value(last, query) - _value(firsts[task], query)
             key = (abs(change), last.seq)
             if query.after is None or key < query.after:
                 yield key, firsts[task], last
 
-    best = heapq.nlargest(query.limit + 1, keyed(), key=lambda item: item[0])
+    best = heapq.nlargest(query.limit + 1, keyed_pairs(), key=lambda item: item[0])
     page = [
         FoundGroup(last, index.read(last), key, index.read(first), _value(last, query) - _value(first, query))
         for key, first, last in best[: query.limit]
@@ -257,14 +257,14 @@ class _Index:
         self._journal = folder.journal
         self._sealed = heldout_tasks(folder)
         self._path = folder.journal / "rollouts.idx"
-        self._extra: list[Entry] = []
+        self._in_memory: list[Entry] = []
         self._ends: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Entry]:
         for line in self._lines():
             if line.startswith(b"["):
                 yield _entries.decode(line)
-        yield from self._extra
+        yield from self._in_memory
 
     def extend(self, deadline: float) -> bool:
         """Index more of the journal until the deadline; return whether all of it is indexed."""
@@ -272,18 +272,18 @@ class _Index:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError:
             self._ends = self._read_so_far()
-            return self._walk(deadline, lambda entries, _: self._extra.extend(entries))
+            return self._walk(deadline, lambda entries, _: self._in_memory.extend(entries))
         try:
-            if not _locked(descriptor, deadline):  # another server is indexing
+            if not _try_lock(descriptor, deadline):  # another server is indexing
                 return False
-            if not self._sound():
+            if not self._is_sound():
                 os.ftruncate(descriptor, 0)
             self._ends = self._read_so_far()
             if os.fstat(descriptor).st_size == 0:
                 os.write(descriptor, _encode(_Head()) + b"\n")
 
             def keep(entries: list[Entry], mark: _Mark) -> None:
-                os.write(descriptor, b"".join(_encode(one) + b"\n" for one in (*entries, mark)))
+                os.write(descriptor, b"".join(_encode(line) + b"\n" for line in (*entries, mark)))
 
             return self._walk(deadline, keep)
         except OSError:  # the disk is full; the next call tries again
@@ -352,12 +352,12 @@ class _Index:
         except OSError:
             return
         with file:
-            held: list[bytes] = []
+            unmarked: list[bytes] = []
             for line in file:
-                held.append(line)
+                unmarked.append(line)
                 if line.startswith(b'{"of"') and line.endswith(b"\n"):
-                    yield from held
-                    held = []
+                    yield from unmarked
+                    unmarked = []
 
     def _read_so_far(self) -> dict[int, int]:
         ends = {}
@@ -367,22 +367,22 @@ class _Index:
                 ends[mark.segment] = mark.end
         return ends
 
-    def _sound(self) -> bool:
+    def _is_sound(self) -> bool:
         """Return True if the file is an index of this version that ends at a mark."""
         try:
             with self._path.open("rb") as file:
                 if msgspec.json.decode(file.readline(_LONGEST_LINE), type=_Head).toprope_rollouts != _VERSION:
                     return False
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-                last = file.read().splitlines(keepends=True)[-1]
-                return last.endswith(b"\n") and last.startswith((b'{"of"', b'{"toprope'))
+                last_line = file.read().splitlines(keepends=True)[-1]
+                return last_line.endswith(b"\n") and last_line.startswith((b'{"of"', b'{"toprope'))
         except FileNotFoundError:
             return True
         except (OSError, msgspec.DecodeError, IndexError):
             return False
 
 
-def _locked(descriptor: int, deadline: float) -> bool:
+def _try_lock(descriptor: int, deadline: float) -> bool:
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -396,10 +396,10 @@ def _locked(descriptor: int, deadline: float) -> bool:
 def _entry(segment: int, seq: int, at: int, body: bytes) -> Entry:
     """A group's entry. A body that the API would not accept counts as a group without rollouts."""
     try:
-        read = _bodies.decode(body)
+        decoded = _bodies.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Entry(seq, segment, at, len(body), "", -1, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
-    outcomes = read.outcomes or [Outcome(score, success=score >= 1) for score in read.scores]
+    outcomes = decoded.outcomes or [Outcome(score, success=score >= 1) for score in decoded.scores]
     judged = [outcome for outcome in outcomes if not outcome.unjudged]
     rewards = [outcome.reward for outcome in judged] or [0.0]
     names = {name for outcome in judged for name in outcome.parts}
@@ -407,19 +407,19 @@ def _entry(segment: int, seq: int, at: int, body: bytes) -> Entry:
     for name in sorted(names)[:32]:
         values = [outcome.parts[name] for outcome in judged if name in outcome.parts]
         parts[name] = round(sum(values) / len(values), 6)
-    answers = read.answers or []
+    answers = decoded.answers or []
     unread = sum(
         outcome.parts.get(PARSED, 1.0) <= 0 or (number < len(answers) and not answers[number].strip())
         for number, outcome in enumerate(outcomes)
     )
-    task = read.task_id or ""
+    task = decoded.task_id or ""
     return Entry(
         seq=seq,
         segment=segment,
         at=at,
         length=len(body),
         task=task if len(task) <= 128 else f"{task[:96]}-{hashlib.sha256(task.encode()).hexdigest()[:16]}",
-        version=min((version for row in read.versions or [] for version, _ in row), default=-1),
+        version=min((version for row in decoded.versions or [] for version, _ in row), default=-1),
         size=len(judged),
         mean=round(sum(rewards) / len(rewards), 6),
         low=min(rewards),

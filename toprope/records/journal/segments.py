@@ -207,11 +207,11 @@ def write_compressed(path: Path, chunks: Iterator[bytes]) -> None:
             for chunk in chunks:
                 file.write(chunk)
                 size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    view, read = CompressedSegment(path), 0
+    view, crc_read = CompressedSegment(path), 0
     try:
         for at in range(0, len(view), _FRAME_BYTES):
-            read = zlib.crc32(view[at : at + _FRAME_BYTES], read)
-        if (len(view), read) != (size, crc):
+            crc_read = zlib.crc32(view[at : at + _FRAME_BYTES], crc_read)
+        if (len(view), crc_read) != (size, crc):
             raise OSError(f"{path} does not read back as it was written")
     finally:
         view.close()

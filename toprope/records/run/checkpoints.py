@@ -166,19 +166,22 @@ def checkpoint_of(folder: RunFolder, step: int | None = None, *, hash_bytes: int
     """
     ask_for(folder, step)
     if step is None:
-        found, damaged = newest_sound(folder, hash_bytes=hash_bytes)
-        if found is None and damaged:
+        checkpoint, damaged = newest_sound(folder, hash_bytes=hash_bytes)
+        if checkpoint is None and damaged:
             raise no_sound_checkpoint(folder, damaged)
-        if found is None:
+        if checkpoint is None:
             raise NotFound(f"{folder.run_id} has no checkpoint.", hint="list_runs names other runs.")
-        return found
+        return checkpoint
     path = folder.checkpoints / f"step-{step:06d}"
     if not path.is_dir():
-        steps = [str(int(one.name.removeprefix("step-"))) for one in checkpoints_in(folder.checkpoints)]
-        kept = f"It keeps those of step {', '.join(steps[-8:])}." if steps else "It has none."
+        steps = [
+            str(int(checkpoint_path.name.removeprefix("step-")))
+            for checkpoint_path in checkpoints_in(folder.checkpoints)
+        ]
+        others = f"It keeps those of step {', '.join(steps[-8:])}." if steps else "It has none."
         raise NotFound(
             f"{folder.run_id} has no checkpoint of step {step}.",
-            hint=f"{kept} logging.save_steps and logging.save_total_limit decide what a run keeps.",
+            hint=f"{others} logging.save_steps and logging.save_total_limit decide what a run keeps.",
         )
     if (problem := problem_of(path, hash_bytes=hash_bytes)) is not None:
         raise Corrupt(str(Damage(path, problem)), hint="It was left as it is; name another step.")
@@ -227,7 +230,7 @@ def _manifest(path: Path) -> dict[str, dict[str, Any]] | None:
         raise
     try:
         entries = manifest["files"].items()
-        files = {str(name): {"bytes": int(one["bytes"]), "sha256": str(one["sha256"])} for name, one in entries}
+        files = {str(name): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in entries}
     except (TypeError, KeyError, ValueError, AttributeError):
         raise Corrupt(f"{MANIFEST} is not a manifest") from None
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):

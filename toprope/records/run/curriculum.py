@@ -46,8 +46,8 @@ class CurriculumState(BaseModel):
 
     def at(self, step: int) -> CurriculumState:
         """The progress after `step` steps."""
-        measures = [one for one in self.measures if one.step <= step]
-        moves = [one for one in measures if one.moved]
+        measures = [measure for measure in self.measures if measure.step <= step]
+        moves = [measure for measure in measures if measure.moved]
         level, since = (moves[-1].level + 1, moves[-1].step) if moves else (0, 0)
         if self.level <= level:
             level, since = self.level, min(self.since, step)
@@ -72,18 +72,18 @@ class Curricula(BaseModel):
 
     def moved_at(self) -> list[int]:
         """Return the steps after which a level opened, in any environment."""
-        return [one.step for state in self.environments.values() for one in state.measures if one.moved]
+        return [measure.step for state in self.environments.values() for measure in state.measures if measure.moved]
 
     def write(self, folder: RunFolder) -> None:
         """Replace the file. Raises: OSError."""
-        kept = {
-            label: one.model_copy(update={"measures": _thinned(one.measures)})
-            for label, one in self.environments.items()
+        environments = {
+            label: state.model_copy(update={"measures": _thin(state.measures)})
+            for label, state in self.environments.items()
         }
-        write_json(folder.path / _NAME, self.model_copy(update={"environments": kept}).model_dump(mode="json"))
+        write_json(folder.path / _NAME, self.model_copy(update={"environments": environments}).model_dump(mode="json"))
 
 
-def _thinned(measures: list[LevelMeasurement]) -> list[LevelMeasurement]:
+def _thin(measures: list[LevelMeasurement]) -> list[LevelMeasurement]:
     """All measurements that opened a level, and the newest others."""
-    newest = {id(one) for one in measures[-_MOST_MEASURES:]}
-    return [one for one in measures if one.moved or id(one) in newest]
+    newest = {id(measure) for measure in measures[-_MOST_MEASURES:]}
+    return [measure for measure in measures if measure.moved or id(measure) in newest]

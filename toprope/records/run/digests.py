@@ -54,26 +54,26 @@ def environment_digest(source: EnvironmentSource) -> str:
 def code_of(sources: Sequence[EnvironmentSource]) -> dict[str, str]:
     """SHA-256 by file of environments and reward functions, of the packages that they lie in, and of the modules and
     packages beside them that they import by `import` statements; installed packages have none."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     code_in, imports = functools.cache(_code_in), functools.cache(imports_of)
-    for file in _first(sources):
+    for file in _named_files(sources):
         roots, package = _roots(file), package_of(file)
         waiting, seen = [file, *([os.path.join(package, "")] if package and roots else ())], set[str]()
-        asked: set[tuple[str, str, str]] = set()  # many files import the same
+        searched: set[tuple[str, str, str]] = set()  # many files import the same
         while waiting:
-            if (one := waiting.pop()) in seen:
+            if (path := waiting.pop()) in seen:
                 continue
-            seen.add(one)
-            if one.endswith(os.sep):
-                waiting += _files_below(one)
+            seen.add(path)
+            if path.endswith(os.sep):
+                waiting += _files_below(path)
                 continue
-            if one not in found:
-                found[one] = _hash_of(one)
-            for folder, only, name in _searched(one, imports(one), roots) if roots else ():
-                if (folder, only, name) not in asked:
-                    asked.add((folder, only, name))
-                    waiting += _imported(folder, only, name, code_in)
-    return found
+            if path not in digests:
+                digests[path] = _hash_of(path)
+            for folder, only, name in _search_folders(path, imports(path), roots) if roots else ():
+                if (folder, only, name) not in searched:
+                    searched.add((folder, only, name))
+                    waiting += _imported_files(folder, only, name, code_in)
+    return digests
 
 
 def _hash_of(file: str) -> str:
@@ -83,10 +83,10 @@ def _hash_of(file: str) -> str:
         return _UNREADABLE
 
 
-def _first(sources: Sequence[EnvironmentSource]) -> list[str]:
+def _named_files(sources: Sequence[EnvironmentSource]) -> list[str]:
     """The files that environments name."""
-    named = [file for source in sources for file in (source.file, *(one.file for one in source.rewards)) if file]
-    return list(dict.fromkeys([*named, *(path for source in sources for path in code_paths(source.target))]))
+    files = [file for source in sources for file in (source.file, *(reward.file for reward in source.rewards)) if file]
+    return list(dict.fromkeys([*files, *(path for source in sources for path in code_paths(source.target))]))
 
 
 def _roots(file: str) -> list[tuple[str, str]]:
@@ -99,21 +99,21 @@ def _roots(file: str) -> list[tuple[str, str]]:
         return []
     package = package_of(file)
     alone = [package] if package and not project_of(package) else []
-    roots = [(os.path.split(one)) for one in (*alone, *folders_above(file))]
+    roots = [(os.path.split(folder)) for folder in (*alone, *folders_above(file))]
     roots += [(project_of(package), "")] if package and not alone else []
     return [(os.path.dirname(os.path.abspath(file)), ""), *roots]
 
 
-def _searched(
+def _search_folders(
     file: str, imports: Iterable[tuple[int, str]], roots: Sequence[tuple[str, str]]
 ) -> Iterator[tuple[str, str, str]]:
     """The folders that a file's imports search, each with the only name in it, see `_roots`, and the module."""
     for level, name in imports:
         above = Path(file).absolute().parents[level - 1 :][:1] if level else ()
-        yield from ((folder, only, name) for folder, only in [(str(one), "") for one in above] or roots)
+        yield from ((folder, only, name) for folder, only in [(str(parent), "") for parent in above] or roots)
 
 
-def _imported(
+def _imported_files(
     folder: str, only: str, name: str, code_in: Callable[[str], Mapping[str, Sequence[str]]]
 ) -> Iterator[str]:
     """The files that the import of a module from a folder may execute; its package's folder ends with a slash."""
@@ -129,15 +129,15 @@ def _imported(
 
 def _code_in(folder: str) -> dict[str, list[str]]:
     """The files with code in a folder, by the module that each may be; none if it cannot be read."""
-    found: dict[str, list[str]] = {}
+    files_by_module: dict[str, list[str]] = {}
     try:
         names = os.listdir(folder)
     except OSError:
-        return found
+        return files_by_module
     for name in names:
         if name.endswith(_CODE):
-            found.setdefault(name.partition(".")[0], []).append(os.path.join(folder, name))
-    return found
+            files_by_module.setdefault(name.partition(".")[0], []).append(os.path.join(folder, name))
+    return files_by_module
 
 
 def _files_below(package: str) -> Iterator[str]:
@@ -147,7 +147,7 @@ def _files_below(package: str) -> Iterator[str]:
             folders.clear()
             continue
         apart = {"__pycache__", "node_modules", *_INSTALLED}
-        folders[:] = [one for one in folders if not one.startswith(".") and one not in apart]
+        folders[:] = [subfolder for subfolder in folders if not subfolder.startswith(".") and subfolder not in apart]
         yield from (os.path.join(folder, name) for name in names if name.endswith(_CODE))
 
 
@@ -162,9 +162,13 @@ def accepted_files(sources: Sequence[EnvironmentSource]) -> list[AcceptedFile]:
 
 def changed_files(sources: Sequence[EnvironmentSource], accepted: Sequence[AcceptedFile]) -> list[str]:
     """The files of the code of environments that are other than what was accepted, and accepted ones that are gone."""
-    known = {one.file: one.sha256 for one in accepted}
-    gone = [file for file, digest in known.items() if digest != _UNREADABLE and not os.path.exists(file)]
-    others = [one.file for one in accepted_files(sources) if known.get(one.file) != one.sha256]
+    accepted_digests = {accepted_file.file: accepted_file.sha256 for accepted_file in accepted}
+    gone = [file for file, digest in accepted_digests.items() if digest != _UNREADABLE and not os.path.exists(file)]
+    others = [
+        present_file.file
+        for present_file in accepted_files(sources)
+        if accepted_digests.get(present_file.file) != present_file.sha256
+    ]
     return list(dict.fromkeys([*gone, *others]))
 
 
@@ -177,15 +181,19 @@ def only_accepted(accepted: Sequence[AcceptedFile] | None, agents: Iterable[str]
     """
     if accepted is None:
         return {}
-    files = {os.path.realpath(one.file): one.sha256 for one in accepted}
-    folders = [path for one in agents for path in (os.path.abspath(one), os.path.realpath(one))]
+    files = {os.path.realpath(accepted_file.file): accepted_file.sha256 for accepted_file in accepted}
+    folders = [
+        path for agent_folder in agents for path in (os.path.abspath(agent_folder), os.path.realpath(agent_folder))
+    ]
     return {"accepted": {"files": files, "folders": folders}}
 
 
 def rewards_digest(source: EnvironmentSource) -> str:
     """The hash of the reward functions that a configuration adds to an environment; `missing` if a file is missing."""
-    said = ";".join(f"{one.name} {one.weight} {one.low} {one.high} {one.attribute}" for one in source.rewards)
-    return digest_of([Path(one.file) for one in source.rewards], said)
+    settings = ";".join(
+        f"{reward.name} {reward.weight} {reward.low} {reward.high} {reward.attribute}" for reward in source.rewards
+    )
+    return digest_of([Path(reward.file) for reward in source.rewards], settings)
 
 
 def evaluator_digest() -> str:
@@ -196,20 +204,20 @@ def evaluator_digest() -> str:
 
 def measurement_digests(source: EnvironmentSource) -> dict[str, str]:
     """Digests of the code on disk now: `environment`, `toprope`, and `rewards` if functions are added."""
-    found = {"environment": environment_digest(source), "toprope": evaluator_digest()}
-    return found | ({"rewards": rewards_digest(source)} if source.rewards else {})
+    digests = {"environment": environment_digest(source), "toprope": evaluator_digest()}
+    return digests | ({"rewards": rewards_digest(source)} if source.rewards else {})
 
 
 def join_digests(measured: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """The digests of several environments as one."""
     if len(measured) == 1:
         return dict(measured[0])
-    found = dict(measured[0])
+    joined = dict(measured[0])
     for name in ("environment", "rewards"):
-        own = [one[name] for one in measured if name in one]
-        if own:
-            found[name] = "missing" if "missing" in own else digest_of([], " ".join(own))
-    return found
+        digests = [single[name] for single in measured if name in single]
+        if digests:
+            joined[name] = "missing" if "missing" in digests else digest_of([], " ".join(digests))
+    return joined
 
 
 def sha256_of(path: Path) -> str:
@@ -220,11 +228,11 @@ def sha256_of(path: Path) -> str:
 
 def digest_of(files: Iterable[Path], more: str = "") -> str:
     """SHA-256 over names and contents, 16 hexadecimal digits; `missing` if a file cannot be read."""
-    found = hashlib.sha256(more.encode())
+    digest = hashlib.sha256(more.encode())
     try:
         for file in files:
-            found.update(f"\0{file.name}\0".encode())
-            found.update(hashlib.sha256(file.read_bytes()).digest())
+            digest.update(f"\0{file.name}\0".encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
     except OSError:
         return "missing"
-    return found.hexdigest()[:_SHOWN]
+    return digest.hexdigest()[:_SHOWN]

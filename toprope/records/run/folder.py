@@ -134,15 +134,15 @@ def lines_backwards(file: BinaryIO, piece: int, most: int | None = None) -> Iter
         piece: Bytes to read at once; later pieces are larger.
         most: Only lines in so many bytes at the end; None: all.
     """
-    at, rest = file.seek(0, os.SEEK_END), b""
-    first = 0 if most is None else max(0, at - most)
-    while at > first:
-        start = file.seek(max(first, at - piece))
-        rest, *lines = (file.read(at - start) + rest).split(b"\n")
+    at, unfinished = file.seek(0, os.SEEK_END), b""
+    lowest = 0 if most is None else max(0, at - most)
+    while at > lowest:
+        start = file.seek(max(lowest, at - piece))
+        unfinished, *lines = (file.read(at - start) + unfinished).split(b"\n")
         yield from reversed(lines)
         at, piece = start, 8 * piece
-    if first == 0:
-        yield rest
+    if lowest == 0:
+        yield unfinished
 
 
 def read_record(path: Path, newest: int, record: type[Record]) -> Record:
@@ -195,13 +195,13 @@ def not_a_runs_folder(path: Path) -> NotPossibleNow:
 def nearest_runs(runs: Path, run_id: str) -> list[str]:
     """Return up to three ids that may be meant by an unknown one: those that begin with it, else those like it."""
     try:
-        known = sorted(name for name in os.listdir(runs) if RUN_ID.fullmatch(name))
+        run_ids = sorted(name for name in os.listdir(runs) if RUN_ID.fullmatch(name))
     except OSError:
         return []
-    given = run_id[:100].lower()
-    begun = [name for name in known if given and name.startswith(given)]
+    prefix = run_id[:100].lower()
+    begun = [name for name in run_ids if prefix and name.startswith(prefix)]
     # The newest run of a name is the likeliest, and its id sorts last.
-    return begun[-3:][::-1] or difflib.get_close_matches(given, known, n=3, cutoff=0.75)
+    return begun[-3:][::-1] or difflib.get_close_matches(prefix, run_ids, n=3, cutoff=0.75)
 
 
 def folder_bytes(path: Path) -> int:
@@ -222,8 +222,8 @@ def folder_bytes(path: Path) -> int:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints by step, the oldest first. Unfinished ones have other names."""
-    found = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    checkpoints = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []
+    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 @dataclass(frozen=True)
@@ -262,15 +262,15 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint, or None; `records.run.checkpoints` tells whether it is sound."""
-        found = checkpoints_in(self.checkpoints)
-        return found[-1] if found else None
+        checkpoints = checkpoints_in(self.checkpoints)
+        return checkpoints[-1] if checkpoints else None
 
     @property
     def temporary(self) -> Path | None:
         """Folder for the members' temporary files: in `crew`, or a link beside the run if that path is too long for
         sockets. None if the link's path is too long as well."""
-        own = self.crew / "tmp"
-        return next((path for path in (own, self._short) if len(str(path)) <= _LONGEST_TMPDIR), None)
+        in_crew = self.crew / "tmp"
+        return next((path for path in (in_crew, self._short) if len(str(path)) <= _LONGEST_TMPDIR), None)
 
     @property
     def _short(self) -> Path:
@@ -278,11 +278,13 @@ class RunFolder:
 
     def make_temporary(self) -> None:
         """Create the folder `temporary`."""
-        own = self.crew / "tmp"
-        own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.temporary == self._short and not (self._short.is_symlink() and self._short.resolve() == own.resolve()):
+        in_crew = self.crew / "tmp"
+        in_crew.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.temporary == self._short and not (
+            self._short.is_symlink() and self._short.resolve() == in_crew.resolve()
+        ):
             self._short.unlink(missing_ok=True)
-            self._short.symlink_to(own)
+            self._short.symlink_to(in_crew)
 
     def tidy(self) -> None:
         """Remove the crew's files and unfinished files of killed writers, after the crew is gone. Orders stay; their

@@ -86,9 +86,9 @@ def wanted(folder: RunFolder) -> list[str]:
 
 def want_no_more(folder: RunFolder, name: str) -> None:
     """Forget that a checkpoint was asked for."""
-    left = [one for one in wanted(folder) if one != name]
-    write_json(folder.path / _WANTED, left)
-    if not left:
+    remaining = [wanted_name for wanted_name in wanted(folder) if wanted_name != name]
+    write_json(folder.path / _WANTED, remaining)
+    if not remaining:
         (folder.path / _WANTED).unlink()
 
 
@@ -102,7 +102,7 @@ def ask_for(folder: RunFolder, step: int | None = None) -> None:
         NotPossibleNow: It is on its way.
     """
     kept = kept_there(folder)
-    name = f"step-{step:06d}" if step is not None else max(kept, key=lambda one: int(one[5:]), default="")
+    name = f"step-{step:06d}" if step is not None else max(kept, key=lambda kept_name: int(kept_name[5:]), default="")
     if name not in kept or (folder.checkpoints / name).is_dir():
         return
     if step is None and folder.newest_checkpoint() and read_json(folder.status).get("ended_at") is None:

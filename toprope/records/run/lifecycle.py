@@ -27,16 +27,16 @@ _REWARD = re.compile(r"reward|scor", re.IGNORECASE)
 
 def checks_of(status: Status) -> dict[str, Lifecycle]:
     """Return the state of each check."""
-    crew, failed = status.crew, _failed(status)
+    crew, failed = status.crew, _failed_checks(status)
     begun = status.training_at is not None or bool(status.evaluations)
-    found: dict[str, Lifecycle] = {}
+    states: dict[str, Lifecycle] = {}
     for name in CHECKS:
         members = [crew[member] for member in _NEEDS[name] if member in crew]
         ready = begun or (len(members) == len(_NEEDS[name]) and all(member.state in _READY for member in members))
         if status.run_kind.samples and "trainer" in crew and not begun and name != "config":
             ready = ready and crew["trainer"].state in _READY  # an owner's trainer checks them, too
-        found[name] = "failed" if name in failed else "passed" if ready else "open"
-    return found
+        states[name] = "failed" if name in failed else "passed" if ready else "open"
+    return states
 
 
 def state_of(status: Status) -> State:
@@ -60,13 +60,13 @@ def state_of(status: Status) -> State:
     return "validated"
 
 
-def _failed(status: Status) -> set[str]:
+def _failed_checks(status: Status) -> set[str]:
     """Return the checks that ended the run: those that its failure names, or that of the member that failed first."""
     failure = status.failure
     if failure is None:
         return set()
-    if named := set(_NAMED.findall(failure.reason)):
-        return named
+    if checks := set(_NAMED.findall(failure.reason)):
+        return checks
     if status.training_at is not None or status.evaluations:
         return set()
     if failure.component in ("policy", "inference"):

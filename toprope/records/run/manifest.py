@@ -138,8 +138,8 @@ class Manifest(BaseModel):
         data = self.model_dump(mode="json", include=chosen)
         data["code"].pop("changes_file")
         data["policy"].pop("licence")
-        for one in (data["environment"], *data["mixture"].values()):
-            one.pop("source")
+        for part in (data["environment"], *data["mixture"].values()):
+            part.pop("source")
         return data
 
     @classmethod
@@ -182,9 +182,9 @@ def site_packages_of(python: str | Path) -> Path | None:
 
 def packages_in(site_packages: Path) -> dict[str, str]:
     """Versions of the installed distributions, by name, read without starting the interpreter."""
-    found = {}
-    for one in metadata.distributions(path=[str(site_packages)]):
-        name = one.metadata["Name"] if one.metadata is not None else None
+    versions = {}
+    for distribution in metadata.distributions(path=[str(site_packages)]):
+        name = distribution.metadata["Name"] if distribution.metadata is not None else None
         if name:
-            found[str(name)] = one.version or ""
-    return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
+            versions[str(name)] = distribution.version or ""
+    return dict(sorted(versions.items(), key=lambda pair: pair[0].lower()))

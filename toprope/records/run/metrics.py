@@ -81,7 +81,7 @@ def read_history(path: Path, rows: int = _ROWS, *, whole_bytes: int = _WHOLE_BYT
     if size <= whole_bytes:
         return History(read_rows(path), True)
     with open_record(path) as file:
-        return History(_counting(_sampled(path, file, size, max(rows, 2))), False)
+        return History(_counting(_sample_rows(path, file, size, max(rows, 2))), False)
 
 
 def last_row(path: Path) -> dict[str, Any]:
@@ -142,15 +142,15 @@ def _row(path: Path, line: bytes) -> dict[str, Any] | None:
 
 def _counting(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows without those that a later attempt repeated."""
-    kept: list[dict[str, Any]] = []
+    counting: list[dict[str, Any]] = []
     for row in rows:
-        while kept and kept[-1]["step"] >= row["step"]:
-            kept.pop()
-        kept.append(row)
-    return kept
+        while counting and counting[-1]["step"] >= row["step"]:
+            counting.pop()
+        counting.append(row)
+    return counting
 
 
-def _sampled(path: Path, file: BinaryIO, size: int, count: int) -> Iterator[dict[str, Any]]:
+def _sample_rows(path: Path, file: BinaryIO, size: int, count: int) -> Iterator[dict[str, Any]]:
     last_at = -1
     for number in range(count - 1):
         at = number * size // (count - 1)
@@ -169,8 +169,8 @@ def _row_after(path: Path, descriptor: int, at: int, size: int) -> tuple[dict[st
     while True:
         piece = os.pread(descriptor, length, start)
         begin = 0 if at == 0 else piece.find(b"\n") + 1
-        found = begin > 0 or at == 0
-        while found and (end := piece.find(b"\n", begin)) != -1:
+        begins = begin > 0 or at == 0
+        while begins and (end := piece.find(b"\n", begin)) != -1:
             row = _row(path, piece[begin : end + 1])
             if row is not None:
                 return row, start + begin

@@ -140,8 +140,8 @@ class _Bucket:
         for number, count in enumerate(other.counts):
             self.counts[number] += count
             self.sums[number] += other.sums[number]
-            lows = [one for one in (self.lows[number], other.lows[number]) if one is not None]
-            highs = [one for one in (self.highs[number], other.highs[number]) if one is not None]
+            lows = [bound for bound in (self.lows[number], other.lows[number]) if bound is not None]
+            highs = [bound for bound in (self.highs[number], other.highs[number]) if bound is not None]
             self.lows[number], self.highs[number] = min(lows, default=None), max(highs, default=None)
 
     def copy(self) -> _Bucket:
@@ -205,44 +205,44 @@ class SeriesFollower:
             until: Only buckets of rows up to this step; None: all.
         """
         with self._lock:
-            of = self._sketch or self
-            buckets, width = of._buckets, of._width
+            follower = self._sketch or self
+            buckets, width = follower._buckets, follower._width
             if until is not None:
-                buckets = [one for one in buckets if one.last <= until]
+                buckets = [bucket for bucket in buckets if bucket.last <= until]
             while len(buckets) > most:
-                buckets, width = _merged([one.copy() for one in buckets]), width * 2
+                buckets, width = _merge([bucket.copy() for bucket in buckets]), width * 2
             # The reader's own width is part of the number, because it may have asked for fewer buckets.
-            now = self._generation * 64 + width.bit_length()
-            rows = sum(one.rows for one in buckets)
-            if generation == now and seen == rows and self._complete:
+            present_generation = self._generation * 64 + width.bit_length()
+            rows = sum(bucket.rows for bucket in buckets)
+            if generation == present_generation and seen == rows and self._complete:
                 return None
             start = 0
-            if generation == now:
-                known = 0
-                while start < len(buckets) and known + buckets[start].rows <= seen:
-                    known += buckets[start].rows
+            if generation == present_generation:
+                known_rows = 0
+                while start < len(buckets) and known_rows + buckets[start].rows <= seen:
+                    known_rows += buckets[start].rows
                     start += 1
-            told = buckets[start:]
-            used = [number for number, _ in enumerate(self._names) if any(one.counts[number] for one in buckets)]
+            changed = buckets[start:]
+            used = [number for number, _ in enumerate(self._names) if any(bucket.counts[number] for bucket in buckets)]
             return Piece(
-                generation=now,
+                generation=present_generation,
                 start=start,
                 width=width,
                 rows=rows,
                 last_step=buckets[-1].last if buckets else 0,
                 complete=self._complete,
-                x=[one.last for one in told],
-                columns={self._names[number]: _bands(told, number) for number in used},
+                x=[bucket.last for bucket in changed],
+                columns={self._names[number]: _bands(changed, number) for number in used},
                 parts=self._parts,
             )
 
     def _read(self, file: Any, deadline: float | None) -> bool:
-        found = os.fstat(file.fileno())
+        file_stat = os.fstat(file.fileno())
         changed = False
-        if self._offset and (found.st_ino != self._inode or found.st_size < self._offset):
+        if self._offset and (file_stat.st_ino != self._inode or file_stat.st_size < self._offset):
             self._forget()
             changed = True
-        self._inode = found.st_ino
+        self._inode = file_stat.st_ino
         while True:
             file.seek(self._offset)
             data = file.read(_PIECE)
@@ -265,14 +265,14 @@ class SeriesFollower:
 
     def _sample(self) -> SeriesFollower:
         """Return a follower that knows some rows of the whole run."""
-        found = SeriesFollower(self._path)
+        follower = SeriesFollower(self._path)
         rows = []
         for row in read_history(self._path).rows:
             with suppress(msgspec.ValidationError):
                 rows.append(msgspec.convert(row, self._kind))
-        found._add(rows, [row.step for row in rows], 0)
+        follower._add(rows, [row.step for row in rows], 0)
         self._generation += 1
-        return found
+        return follower
 
     def _take(self, file: Any, data: bytes, at: int) -> None:
         """Take in whole lines that begin at the offset `at`."""
@@ -289,18 +289,18 @@ class SeriesFollower:
                     self._check(row)
                 rows = [row for row in rows if row.step is not None]
                 steps = [row.step for row in rows]
-            last = self._buckets[-1].last if self._buckets else 0
+            last_step = self._buckets[-1].last if self._buckets else 0
             # Sorting a sorted list is faster than comparing neighbours.
-            if not steps or (steps[0] > last and len(set(steps)) == len(steps) and sorted(steps) == steps):
+            if not steps or (steps[0] > last_step and len(set(steps)) == len(steps) and sorted(steps) == steps):
                 self._add(rows, steps, at)
                 return
-        for start, row in self._each(data, at):  # a torn line, or steps that were written again
+        for start, row in self._rows_of(data, at):  # a torn line, or steps that were written again
             if self._buckets and row.step <= self._buckets[-1].last:
                 self._rewind(file, row.step, start)
             if row.step > 0:
                 self._add([row], [row.step], start)
 
-    def _each(self, data: bytes, at: int) -> Iterator[tuple[int, Any]]:
+    def _rows_of(self, data: bytes, at: int) -> Iterator[tuple[int, Any]]:
         for line in data.splitlines(keepends=True):
             try:
                 row = self._decoder.decode(line)
@@ -326,10 +326,10 @@ class SeriesFollower:
             if isinstance(row, dict) and row.get("step") is None:
                 check_version(self._path, row, METRICS_VERSION)
             elif isinstance(row, dict):
-                named = [found for name in row if (found := _PART.fullmatch(name))][:_MOST_PARTS]
-                self._parts = tuple(found[1] for found in named)
-                sources = [*COLUMNS.values(), *(found[0] for found in named)]
-                self._names = [*COLUMNS, *(f"part:{number}" for number in range(len(named)))]
+                part_matches = [match for name in row if (match := _PART.fullmatch(name))][:_MOST_PARTS]
+                self._parts = tuple(match[1] for match in part_matches)
+                sources = [*COLUMNS.values(), *(match[0] for match in part_matches)]
+                self._names = [*COLUMNS, *(f"part:{number}" for number in range(len(part_matches)))]
                 fields = [(f"c{number}", float | None, None) for number in range(len(sources))]
                 self._kind = msgspec.defstruct(
                     "Row",
@@ -343,16 +343,16 @@ class SeriesFollower:
 
     def _add(self, rows: Sequence[Any], steps: Sequence[int], at: int) -> None:
         """Add rows of ascending steps, all later than those in the buckets."""
-        first = bisect_left(steps, 1)
-        while first < len(rows):
-            place = (steps[first] - 1) // self._width
-            end = bisect_left(steps, (place + 1) * self._width + 1, first)
+        start = bisect_left(steps, 1)
+        while start < len(rows):
+            place = (steps[start] - 1) // self._width
+            end = bisect_left(steps, (place + 1) * self._width + 1, start)
             if not self._buckets or self._buckets[-1].place != place:
                 self._buckets.append(_Bucket(place, at))
-            self._buckets[-1].add(rows[first:end])
-            first = end
+            self._buckets[-1].add(rows[start:end])
+            start = end
             while len(self._buckets) > MOST_BUCKETS:
-                self._buckets, self._width = _merged(self._buckets), self._width * 2
+                self._buckets, self._width = _merge(self._buckets), self._width * 2
 
     def _rewind(self, file: Any, step: int, upto: int) -> None:
         """Drop the rows from `step` on, because the line at the offset `upto` begins there again."""
@@ -364,18 +364,18 @@ class SeriesFollower:
             return
         at = self._buckets.pop().at
         file.seek(at)
-        kept: list[Any] = []
-        left = upto - at
+        rows: list[Any] = []
+        bytes_left = upto - at
         for line in file:
-            left -= len(line)
-            if left < 0:
+            bytes_left -= len(line)
+            if bytes_left < 0:
                 break
-            for _, row in self._each(line, 0):
-                while kept and kept[-1].step >= row.step:
-                    kept.pop()
+            for _, row in self._rows_of(line, 0):
+                while rows and rows[-1].step >= row.step:
+                    rows.pop()
                 if row.step < step and max(row.step - 1, 0) // self._width == place:
-                    kept.append(row)
-        self._add(kept, [row.step for row in kept], at)
+                    rows.append(row)
+        self._add(rows, [row.step for row in rows], at)
 
 
 class Followers:
@@ -387,36 +387,36 @@ class Followers:
 
     def __init__(self, most: int = 64) -> None:
         self._most, self._lock = most, threading.Lock()
-        self._known: OrderedDict[Path, SeriesFollower] = OrderedDict()
+        self._followers: OrderedDict[Path, SeriesFollower] = OrderedDict()
 
     def of(self, path: Path) -> SeriesFollower:
         """The follower of a metrics.jsonl."""
         with self._lock:
-            found = self._known.setdefault(path, SeriesFollower(path))
-            self._known.move_to_end(path)
-            if len(self._known) > self._most:
-                self._known.popitem(last=False)
-            return found
+            follower = self._followers.setdefault(path, SeriesFollower(path))
+            self._followers.move_to_end(path)
+            if len(self._followers) > self._most:
+                self._followers.popitem(last=False)
+            return follower
 
 
-def _merged(buckets: Sequence[_Bucket]) -> list[_Bucket]:
+def _merge(buckets: Sequence[_Bucket]) -> list[_Bucket]:
     """Return the buckets at twice the width; the given ones are used up."""
     merged: list[_Bucket] = []
-    for one in buckets:
-        one.place //= 2
-        if merged and merged[-1].place == one.place:
-            merged[-1].join(one)
+    for bucket in buckets:
+        bucket.place //= 2
+        if merged and merged[-1].place == bucket.place:
+            merged[-1].join(bucket)
         else:
-            merged.append(one)
+            merged.append(bucket)
     return merged
 
 
 def _bands(buckets: Sequence[_Bucket], number: int) -> Bands:
-    means = [one.sums[number] / one.counts[number] if one.counts[number] else None for one in buckets]
+    means = [bucket.sums[number] / bucket.counts[number] if bucket.counts[number] else None for bucket in buckets]
     return Bands(
         [_short(value) for value in means],
-        [_short(one.lows[number]) for one in buckets],
-        [_short(one.highs[number]) for one in buckets],
+        [_short(bucket.lows[number]) for bucket in buckets],
+        [_short(bucket.highs[number]) for bucket in buckets],
     )
 
 

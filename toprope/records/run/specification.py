@@ -86,8 +86,8 @@ class EnvironmentSource(BaseModel, extra="forbid"):
 
     def tools_in(self, *knobs: Mapping[str, Any]) -> set[str]:
         """Names of the tools that an environment with any of these knobs uses."""
-        named = [one.get("tools", self.knobs.get("tools")) for one in knobs]
-        return {tool for tools in named if isinstance(tools, list) for tool in tools if isinstance(tool, str)}
+        tool_lists = [values.get("tools", self.knobs.get("tools")) for values in knobs]
+        return {tool for tools in tool_lists if isinstance(tools, list) for tool in tools if isinstance(tool, str)}
 
     @property
     def place(self) -> str:
@@ -97,8 +97,8 @@ class EnvironmentSource(BaseModel, extra="forbid"):
     @property
     def is_foreign(self) -> bool:
         """True if an adapter reads code of other authors: files with reward functions are the owner's own."""
-        own = self.adapter in ("score", "trl") and '"script"' not in (self.target or "")
-        return self.adapter is not None and not own
+        reads_owners_files = self.adapter in ("score", "trl") and '"script"' not in (self.target or "")
+        return self.adapter is not None and not reads_owners_files
 
 
 class AcceptedFile(BaseModel, extra="forbid"):

@@ -193,9 +193,9 @@ class Status(BaseModel):
         try:
             return read_record(folder.status, STATUS_VERSION, cls)
         except Corrupt:
-            if (found := _rebuilt(folder)) is None:
+            if (status := _rebuilt(folder)) is None:
                 raise
-            return found
+            return status
 
     def write(self, folder: RunFolder) -> None:
         """Replace the status on disk. While a run lives, only its keeper may."""
@@ -205,9 +205,9 @@ class Status(BaseModel):
 def close_counts(making: dict[str, Any]) -> dict[str, Any]:
     """Return `Status.making` after the end of the drivers: groups in progress are given up."""
     given_up = dict(making.get("given_up", {}))
-    left = making.get("begun", 0) - making.get("posted", 0) - making.get("unanswered", 0) - sum(given_up.values())
-    if left > 0:
-        given_up[DRIVER_ENDED] = given_up.get(DRIVER_ENDED, 0) + left
+    unfinished = making.get("begun", 0) - making.get("posted", 0) - making.get("unanswered", 0) - sum(given_up.values())
+    if unfinished > 0:
+        given_up[DRIVER_ENDED] = given_up.get(DRIVER_ENDED, 0) + unfinished
     return {**making, "given_up": given_up} if making else making
 
 
@@ -228,10 +228,10 @@ def _rebuilt(folder: RunFolder) -> Status | None:
     try:
         if read_plain(folder.status, _BLANK_BYTES, links=True).strip(b"\0"):
             return None
-        given = read_json(folder.spec)
-        at, environment = given["created_at"], given["environment"]["name"]
+        specification = read_json(folder.spec)
+        at, environment = specification["created_at"], specification["environment"]["name"]
         status = Status(
-            run_id=folder.run_id, kind=given["kind"], environment=environment, state="queued",
+            run_id=folder.run_id, kind=specification["kind"], environment=environment, state="queued",
             created_at=at, since=at, updated_at=at,
         )  # fmt: skip
         for event in read_events(folder.events):

@@ -143,8 +143,8 @@ def best_model(models: Sequence[TestedModel]) -> TestedModel | None:
     rewards = [reward for model, _ in measured for scores in model.scores for reward in scores]
     worst = min(0.0, *rewards, *(sampled["reward_mean"] or 0.0 for _, sampled in measured)) if measured else 0.0
 
-    def rank(one: tuple[TestedModel, dict[str, Any]]) -> tuple[float, float]:
-        sampled = one[1]
+    def rank(entry: tuple[TestedModel, dict[str, Any]]) -> tuple[float, float]:
+        sampled = entry[1]
         answers, errors = sampled.get("rollouts") or sampled["tasks"], sampled["errors"]
         total = (sampled["reward_mean"] or 0.0) * (answers - errors) + worst * errors
         return sampled["accuracy"], total / answers
@@ -165,8 +165,8 @@ def read_measurements(folder: RunFolder) -> list[Measurement]:
         Corrupt: A file cannot be read.
     """
     files = sorted((folder.path / _STANDARD).glob("[!.]*.json"))
-    found = [read_record(file, TESTED_VERSION, Measurement) for file in files]
-    return sorted(found, key=lambda one: -1 if one.step is None else one.step)
+    measurements = [read_record(file, TESTED_VERSION, Measurement) for file in files]
+    return sorted(measurements, key=lambda measurement: -1 if measurement.step is None else measurement.step)
 
 
 def write_served(folder: RunFolder, key: str, served: Served) -> None:
@@ -185,8 +185,8 @@ def served_key(folder: RunFolder) -> Path:
     return folder.crew / "model-key"
 
 
-def _write(folder: RunFolder, what: str, entries: list[Any]) -> None:
-    write_json(folder.path / f"{what}.json", {"version": TESTED_VERSION, what: entries})
+def _write(folder: RunFolder, name: str, entries: list[Any]) -> None:
+    write_json(folder.path / f"{name}.json", {"version": TESTED_VERSION, name: entries})
 
 
 def _read(folder: RunFolder, name: str, adapter: TypeAdapter[list[_Entry]]) -> list[_Entry]:

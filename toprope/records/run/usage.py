@@ -85,11 +85,11 @@ class Usage(Spent):
 
 def spending_in(folder: Path) -> dict[str, float]:
     """Return USD by day of all accounts of a run."""
-    found: dict[str, float] = {}
+    usd_by_day: dict[str, float] = {}
     for path in folder.glob(_ACCOUNTS):
         for day, usd in read_spending(path).items():
-            found[day] = found.get(day, 0.0) + usd
-    return found
+            usd_by_day[day] = usd_by_day.get(day, 0.0) + usd
+    return usd_by_day
 
 
 def purse_of(folder: RunFolder, limits: FrozenLimits | None, member: str = "") -> Purse:
@@ -99,15 +99,15 @@ def purse_of(folder: RunFolder, limits: FrozenLimits | None, member: str = "") -
     Args:
         member: The member that pays, if it is not the driver: an account has one writer.
     """
-    own = folder.path / (_ACCOUNTS.replace("*", f"-{member}") if member else SPENDING)
+    account = folder.path / (_ACCOUNTS.replace("*", f"-{member}") if member else SPENDING)
 
     def beside_usd() -> float:
         usage = Usage.read(folder)
-        others = (path for path in folder.path.glob(_ACCOUNTS) if path != own)
+        others = (path for path in folder.path.glob(_ACCOUNTS) if path != account)
         machine = 0.0 if usage is None else usage.usd or 0.0
         return machine + sum(sum(read_spending(path).values()) for path in others)
 
     cap = None if limits is None else limits.caps.get("cost_usd")
     if cap is None:
-        return Purse(own, None)
-    return Purse(own, cap.value, cap.limit, beside_usd, FileLock(str(folder.path / ".spending.lock")))
+        return Purse(account, None)
+    return Purse(account, cap.value, cap.limit, beside_usd, FileLock(str(folder.path / ".spending.lock")))

@@ -154,7 +154,7 @@ _ALL = (
     ),
 )
 
-ALGORITHMS: Mapping[str, Algorithm] = {one.name: one for one in _ALL}
+ALGORITHMS: Mapping[str, Algorithm] = {algorithm.name: algorithm for algorithm in _ALL}
 """Every algorithm, by name."""
 
 
@@ -182,15 +182,15 @@ def contradictions(name: str, values: Mapping[str, Any]) -> list[str]:
         values: The fields of a configuration, by dotted name.
     """
     chosen = ALGORITHMS[name]
-    found = [
+    problems = [
         f"{field_name} is {values[field_name]}, and {NAME} {name} means {wanted}; with {NAME} grpo it is free."
         for field_name, wanted in chosen.means.items()
         if values[field_name] != wanted
     ]
     cap = values["algorithm.epsilon_high"]
     if chosen.program == _GROUPS and values["algorithm.loss_type"] == "cispo" and cap < 1:
-        found.append(
+        problems.append(
             f"algorithm.epsilon_high is {cap}, and algorithm.loss_type cispo caps the importance ratio itself there, "
             "which is 1 for fresh answers: set it to 5, or set another loss_type, such as dapo."
         )
-    return found
+    return problems

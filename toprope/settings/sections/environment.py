@@ -135,10 +135,10 @@ class MemberPlan:
 def members_of(section: EnvironmentSection) -> list[MemberPlan]:
     """The environments of a run, the selected one first."""
     alone = section.model_copy(update={"mixture": []})
-    found = [MemberPlan(section.name, section.name, section.weight, section.min_share, alone)]
-    for one in section.mixture:
-        entry = MixtureEntry.model_validate(one)
-        own = {
+    members = [MemberPlan(section.name, section.name, section.weight, section.min_share, alone)]
+    for data in section.mixture:
+        entry = MixtureEntry.model_validate(data)
+        fields = {
             "name": entry.name,
             "knobs": entry.knobs,
             "reward_weights": entry.reward_weights,
@@ -148,8 +148,8 @@ def members_of(section: EnvironmentSection) -> list[MemberPlan]:
             "curriculum": entry.curriculum,
         }
         label = entry.label or entry.name
-        found.append(MemberPlan(entry.name, label, entry.weight, entry.min_share, alone.model_copy(update=own)))
-    return found
+        members.append(MemberPlan(entry.name, label, entry.weight, entry.min_share, alone.model_copy(update=fields)))
+    return members
 
 
 def curriculum_of(value: Mapping[str, Any]) -> Curriculum | None:
@@ -159,12 +159,12 @@ def curriculum_of(value: Mapping[str, Any]) -> Curriculum | None:
 
 def rewards_of(value: Sequence[Any]) -> list[RewardFunction]:
     """The reward functions in environment.rewards."""
-    return [RewardFunction.model_validate(one) for one in value]
+    return [RewardFunction.model_validate(entry) for entry in value]
 
 
 def helper_names(section: EnvironmentSection) -> list[str]:
     """Names of the owner's models that judge, have a role or play as the opponent, without duplicates."""
-    names = [one.judge for plan in members_of(section) for one in plan.rewards if one.judge]
+    names = [reward.judge for plan in members_of(section) for reward in plan.rewards if reward.judge]
     names += section.model_roles.values()
     if section.opponent not in ("", BASE) and not section.opponent.startswith(RUN):
         names.append(section.opponent)
@@ -173,20 +173,20 @@ def helper_names(section: EnvironmentSection) -> list[str]:
 
 def mixture_conflicts(section: EnvironmentSection) -> list[str]:
     """Sentences about environments that do not fit each other; empty if they fit."""
-    members, found = members_of(section), []
-    for other in members[1:]:
-        if other.label == section.name:
-            found.append(
+    members, problems = members_of(section), []
+    for other_member in members[1:]:
+        if other_member.label == section.name:
+            problems.append(
                 f"environment.mixture has {section.name}, which is the selected environment: give the entry a label of "
                 "its own, or set environment.weight."
             )
     claimed = sum(member.min_share for member in members)
     if claimed > 1:
-        found.append(f"The minimum shares of the environments add up to {claimed:.3g}, which is more than 1.")
+        problems.append(f"The minimum shares of the environments add up to {claimed:.3g}, which is more than 1.")
     curriculum = members[0].curriculum
     if curriculum is not None and section.knobs and curriculum.knob not in section.knobs:
-        known = ", ".join(section.knobs)
-        found.append(
-            f"environment.curriculum moves {curriculum.knob!r}, which is not a knob of {section.name}; it has {known}."
+        knobs = ", ".join(section.knobs)
+        problems.append(
+            f"environment.curriculum moves {curriculum.knob!r}, which is not a knob of {section.name}; it has {knobs}."
         )
-    return found
+    return problems

@@ -83,21 +83,21 @@ def hosted_conflicts(value: Callable[[str], Any]) -> list[str]:
         "launcher.num_processes": (1, "nothing here computes"),
         "launcher.inference_gpus": (0, "nothing here computes"),
     }
-    found = [
+    problems = [
         f"{name} is {value(name)}; with trainer.backend tinker it must be {right}: {why}."
         for name, (right, why) in wanted.items()
         if value(name) != right
     ]
     model, algorithm, opponent = value("policy.model"), value("algorithm.name"), value("environment.opponent")
     if model.startswith("embedded"):
-        found.append(f"policy.model is {model}, which is made on this machine; name a model of the service.")
+        problems.append(f"policy.model is {model}, which is made on this machine; name a model of the service.")
     if algorithm not in ("grpo", "sft"):
-        found.append(
+        problems.append(
             f"algorithm.name is {algorithm}; with trainer.backend tinker it is grpo, with the loss in "
             "trainer.loss (importance_sampling, ppo, cispo), or sft."
         )
     if value("launcher.device") == "cuda":
-        found.append("launcher.device is cuda; with trainer.backend tinker the service computes: set it to auto.")
+        problems.append("launcher.device is cuda; with trainer.backend tinker the service computes: set it to auto.")
     if opponent == BASE or opponent.startswith(RUN):
-        found.append("environment.opponent needs a second policy here, which trainer.backend tinker does not have.")
-    return found
+        problems.append("environment.opponent needs a second policy here, which trainer.backend tinker does not have.")
+    return problems

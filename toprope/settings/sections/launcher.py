@@ -172,7 +172,11 @@ class LauncherSection(Section):
         shares = {name: self.resources_of(name) for name in ("api", "inference", "trainer", "environment")}
         apart = [[shares.pop("environment")]] if self.nodes > 1 else []
         sums = [
-            (sum(one.cpus for one in part), sum(one.gpus for one in part), sum(one.memory_mb for one in part))
+            (
+                sum(resources.cpus for resources in part),
+                sum(resources.gpus for resources in part),
+                sum(resources.memory_mb for resources in part),
+            )
             for part in ([*shares.values()], *apart)
         ]
         cpus, gpus, memory_mb = (max(column) for column in zip(*sums, strict=True))
@@ -188,21 +192,21 @@ class RestartAllowance:
     def __init__(self, section: LauncherSection) -> None:
         self.limit, self.window_s = section.restarts, section.restart_window_s
         self._backoff_s = section.restart_backoff_s
-        self._taken: deque[float] = deque()
+        self._restart_times: deque[float] = deque()
         self.total = 0
         """Restarts so far, within the window or before."""
 
     def used(self, now: float) -> int:
         """Restarts within the window that ends now."""
-        while self._taken and now - self._taken[0] > self.window_s:
-            self._taken.popleft()
-        return len(self._taken)
+        while self._restart_times and now - self._restart_times[0] > self.window_s:
+            self._restart_times.popleft()
+        return len(self._restart_times)
 
     def take(self, now: float) -> float | None:
         """Take one: the seconds to wait before it, or None if none is left."""
         used = self.used(now)
         if used >= self.limit:
             return None
-        self._taken.append(now)
+        self._restart_times.append(now)
         self.total += 1
         return min(self._backoff_s * 2.0**used, _LONGEST_WAIT_S)

@@ -99,7 +99,7 @@ def checked_rewards(value: list[Any]) -> list[Any]:
     """
     if len(value) > _MOST_REWARDS:
         raise ValueError(f"{len(value)} reward functions are more than {_MOST_REWARDS}")
-    entries = [_read(RewardFunction, one, f"entry {number}") for number, one in enumerate(value, 1)]
+    entries = [_read(RewardFunction, data, f"entry {number}") for number, data in enumerate(value, 1)]
     _require_distinct([entry.name for entry in entries], "name")
     for number, entry in enumerate(entries, 1):
         if entry.low > entry.high:
@@ -128,13 +128,13 @@ def checked_mixture(value: list[Any]) -> list[Any]:
     if len(value) >= _MOST_MEMBERS:
         raise ValueError(f"a run has at most {_MOST_MEMBERS} environments")
     entries = []
-    for number, one in enumerate(value, 1):
-        entry = _read(MixtureEntry, one, f"entry {number}")
+    for number, data in enumerate(value, 1):
+        entry = _read(MixtureEntry, data, f"entry {number}")
         try:
-            own = {"rewards": checked_rewards(entry.rewards), "curriculum": checked_curriculum(entry.curriculum)}
+            checked = {"rewards": checked_rewards(entry.rewards), "curriculum": checked_curriculum(entry.curriculum)}
         except ValueError as problem:
             raise ValueError(f"entry {number} ({entry.name}): {problem}") from None
-        entries.append(entry.model_copy(update=own))
+        entries.append(entry.model_copy(update=checked))
     _require_distinct([entry.label or entry.name for entry in entries], "label")
     return [entry.model_dump(mode="json") for entry in entries]
 
@@ -149,21 +149,21 @@ def _read(model: type[_Model], value: Any, where: str) -> _Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        told = []
+        problems = []
         for problem in error.errors(include_url=False, include_input=False):
             place = ".".join(map(str, problem["loc"]))
             if problem["type"] == "extra_forbidden":
-                told.append(f"there is no {place!r}; it has {', '.join(model.model_fields)}")
+                problems.append(f"there is no {place!r}; it has {', '.join(model.model_fields)}")
             elif problem["type"] == "missing":
-                told.append(f"{place} is missing")
+                problems.append(f"{place} is missing")
             elif problem["type"] == "string_pattern_mismatch":
-                told.append(f"{place} is {_FORMS.get(place, 'not of the right form')}")
+                problems.append(f"{place} is {_FORMS.get(place, 'not of the right form')}")
             else:
-                told.append(f"{place}: {problem['msg']}")
-        raise ValueError(f"{where}: {'; '.join(told)}") from None
+                problems.append(f"{place}: {problem['msg']}")
+        raise ValueError(f"{where}: {'; '.join(problems)}") from None
 
 
-def _require_distinct(names: Sequence[str], what: str) -> None:
+def _require_distinct(names: Sequence[str], field: str) -> None:
     twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
-        raise ValueError(f"the {what} {twice!r} is there twice")
+        raise ValueError(f"the {field} {twice!r} is there twice")

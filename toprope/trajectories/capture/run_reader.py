@@ -65,7 +65,7 @@ class RunReader:
     """
 
     def __init__(self, folder: RunFolder, *, words: bool = True) -> None:
-        self.folder, self._wanted = folder, words
+        self.folder, self._with_words = folder, words
         self.specification = Specification.read(folder)
         self.captured = Captured()
         self._reader: Reader | None = reader_of(folder) if words else None
@@ -105,7 +105,7 @@ class RunReader:
         rows: list[list[int]] = [[] for _ in group.outcomes or group.scores]
         for row in range(len(group.tokens)):
             rows[group.outcome_of(row)].append(row)
-        return [self._words(group, place, own) for place, own in enumerate(rows)]
+        return [self._words(group, place, rollout_rows) for place, rollout_rows in enumerate(rows)]
 
     def _of_group(self, seq: int, raw: bytes) -> Iterator[TrajectoryItem]:
         try:
@@ -126,7 +126,7 @@ class RunReader:
     def _item(self, seq: int, body: _Body, place: int, outcome: Outcome, rows: list[int]) -> TrajectoryItem:
         sampled, oldest = 0, None
         for row in rows:
-            sampled += sum(one != MASKED for one in body.masks[row]) if self._wanted else 0
+            sampled += sum(token != MASKED for token in body.masks[row]) if self._with_words else 0
             if body.versions is not None and row < len(body.versions):
                 for version, _ in body.versions[row]:
                     oldest = version if oldest is None or version < oldest else oldest
@@ -156,7 +156,7 @@ class RunReader:
         )
 
     def _words(self, body: _Body | Group, place: int, rows: list[int]) -> Words:
-        if not self._wanted:
+        if not self._with_words:
             return kept_words(None, None)
         posted = body.messages
         if posted and rows and rows[-1] < len(posted):
@@ -177,12 +177,12 @@ class RunReader:
             if trace.task_id in self._sealed:
                 self.captured.sealed += 1
                 continue
-            first = len(trace.prompt)
+            prompt_length = len(trace.prompt)
             self.captured.items += 1
             self.captured.texts["messages"] = self.captured.texts.get("messages", 0) + 1
             yield TrajectoryItem(
-                trace.messages[:first],
-                trace.messages[first:],
+                trace.messages[:prompt_length],
+                trace.messages[prompt_length:],
                 trace.reward,
                 {
                     "run": self.folder.run_id,

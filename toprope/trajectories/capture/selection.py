@@ -39,19 +39,19 @@ class Query:
     limit: int | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> Query:
+    def of(cls, filters: Mapping[str, Any] | None) -> Query:
         """Parse a query from a JSON object.
 
         Raises:
             InvalidValue: A filter is unknown, has the wrong type, or selects the held-out split.
         """
-        known = {one.name: str(one.type).split(" ")[0] for one in fields(cls)}
+        types = {field.name: str(field.type).split(" ")[0] for field in fields(cls)}
         values: dict[str, Any] = {}
-        for name, value in (given or {}).items():
-            if name not in known:
-                raise InvalidValue(f"There is no filter {shown(name)}.", hint=nearest(str(name), known))
+        for name, value in (filters or {}).items():
+            if name not in types:
+                raise InvalidValue(f"There is no filter {shown(name)}.", hint=nearest(str(name), types))
             if value is not None:
-                values[name] = _typed(name, known[name], value)
+                values[name] = _to_type(name, types[name], value)
         if values.get("split") == SEALED:
             raise InvalidValue(
                 "The held-out split is sealed: its rollouts are neither kept nor exported.",
@@ -64,24 +64,24 @@ class Query:
 
     def matches(self, item: TrajectoryItem) -> bool:
         """Return True if an item passes all filters but `per_task` and `limit`, which need several items."""
-        told = item.metadata
-        if told.get("split") == SEALED:
+        metadata = item.metadata
+        if metadata.get("split") == SEALED:
             return False
-        version = told.get("version")
+        version = metadata.get("version")
         if not isinstance(version, int) or isinstance(version, bool):
             version = None
         return not (
-            (self.run is not None and told.get("run") != self.run)
-            or (self.environment is not None and told.get("environment") != self.environment)
-            or (self.task is not None and self.task not in str(told.get("task", "")))
+            (self.run is not None and metadata.get("run") != self.run)
+            or (self.environment is not None and metadata.get("environment") != self.environment)
+            or (self.task is not None and self.task not in str(metadata.get("task", "")))
             or (self.min_reward is not None and not item.reward >= self.min_reward)
             or (self.max_reward is not None and not item.reward <= self.max_reward)
             or (self.success is not None and item.success is not self.success)
             or (self.min_version is not None and (version is None or version < self.min_version))
             or (self.max_version is not None and (version is None or version > self.max_version))
-            or (self.split is not None and told.get("split", "train") != self.split)
-            or (self.whole is True and told.get("text") in ("cut", "none"))
-            or (self.whole is False and told.get("text") not in ("cut", "none"))
+            or (self.split is not None and metadata.get("split", "train") != self.split)
+            or (self.whole is True and metadata.get("text") in ("cut", "none"))
+            or (self.whole is False and metadata.get("text") not in ("cut", "none"))
         )
 
     def select(
@@ -135,47 +135,47 @@ class BestOfTasks:
                 best[place] = item.reward, number
             if len(best) > 2 * count:  # seldom, because it sorts
                 tasks[task] = _best(best, count)
-        self._left = {
+        self._rewards_left = {
             (task, place): reward for task, best in tasks.items() for place, (reward, _) in _best(best, count).items()
         }
 
     def take(self, item: TrajectoryItem) -> bool:
         """Return True for one row of each of these rollouts; the items come in the same order again."""
         key = _task_of(item), _place_of(item)
-        if self._left.get(key) != item.reward:
+        if self._rewards_left.get(key) != item.reward:
             return False
-        del self._left[key]
+        del self._rewards_left[key]
         return True
 
 
 def _best(
     rollouts: Mapping[tuple[Any, ...], tuple[float, int]], count: int
 ) -> dict[tuple[Any, ...], tuple[float, int]]:
-    return dict(heapq.nlargest(count, rollouts.items(), key=lambda one: one[1]))
+    return dict(heapq.nlargest(count, rollouts.items(), key=lambda rollout: rollout[1]))
 
 
 def _task_of(item: TrajectoryItem) -> tuple[str, ...]:
     """Return the environment and the task; without a task id, the group of the run, otherwise the question."""
-    told = item.metadata
-    if task := told.get("task"):
-        return str(told.get("environment")), str(task)
-    run, group = told.get("run"), told.get("group")
+    metadata = item.metadata
+    if task := metadata.get("task"):
+        return str(metadata.get("environment")), str(task)
+    run, group = metadata.get("run"), metadata.get("group")
     if isinstance(run, str) and isinstance(group, int):
-        return str(told.get("environment")), run, str(group)
-    first = told.get("first_prompt") or content_id(as_messages(item.state, "user"))
-    return str(told.get("environment")), "", str(first)
+        return str(metadata.get("environment")), run, str(group)
+    first_prompt = metadata.get("first_prompt") or content_id(as_messages(item.state, "user"))
+    return str(metadata.get("environment")), "", str(first_prompt)
 
 
 def _place_of(item: TrajectoryItem) -> tuple[Any, ...]:
     """Return what identifies a rollout: its position in its run, otherwise its content."""
-    told = item.metadata
-    run, group, rollout = told.get("run"), told.get("group"), told.get("rollout")
+    metadata = item.metadata
+    run, group, rollout = metadata.get("run"), metadata.get("group"), metadata.get("rollout")
     if isinstance(run, str) and isinstance(group, int) and isinstance(rollout, int):
         return run, group, rollout
     return (item.id,)
 
 
-def _typed(name: str, kind: str, value: Any) -> Any:
+def _to_type(name: str, kind: str, value: Any) -> Any:
     if kind == "bool":
         if isinstance(value, bool):
             return value

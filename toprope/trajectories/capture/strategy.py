@@ -125,10 +125,10 @@ class WorkerObject:
             EnvironmentFailed: The file does not load, or the object takes other arguments.
         """
         try:
-            made = await link.make(str(code.file), code.attribute, code.arguments, wanted=code.wanted, timeout=_LOAD_S)
+            reply = await link.make(str(code.file), code.attribute, code.arguments, wanted=code.wanted, timeout=_LOAD_S)
         except WorkerFailure as error:
             raise EnvironmentFailed(f"{code.file.name}:{code.attribute}: {error}", hint="Fix the file.") from None
-        return cls(link, made.handle, made.methods, code)
+        return cls(link, reply.handle, reply.methods, code)
 
     async def call(self, method: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
         """Call a method once for each list of arguments.
@@ -137,7 +137,9 @@ class WorkerObject:
             EnvironmentFailed: The method raised, hung, or returned a value that is not JSON.
         """
         try:
-            return await self._link.invoke(self._handle, method, [list(one) for one in calls], timeout=_CALL_S)
+            return await self._link.invoke(
+                self._handle, method, [list(arguments) for arguments in calls], timeout=_CALL_S
+            )
         except WorkerFailure as error:
             raise EnvironmentFailed(
                 f"{self.code.file.name}:{self.code.attribute}.{method}: {error}",
@@ -148,8 +150,8 @@ class WorkerObject:
 class WorkerStrategy:
     """A user's strategy that lives in a worker."""
 
-    def __init__(self, made: WorkerObject) -> None:
-        self._made = made
+    def __init__(self, worker_object: WorkerObject) -> None:
+        self._worker_object = worker_object
 
     async def apply(self, items: Sequence[TrajectoryItem]) -> list[TrajectoryItem]:
         """Return the kept items as the strategy processed them.
@@ -158,20 +160,24 @@ class WorkerStrategy:
             EnvironmentFailed: The strategy failed, or returned something that is not an item.
         """
         kept = [msgspec.to_builtins(item) for item in items]
-        if "should_capture" in self._made.methods and kept:
-            answers = await self._made.call("should_capture", [[one] for one in kept])
-            kept = [one for one, captured in zip(kept, answers, strict=True) if captured]
-        if "process" in self._made.methods and kept:
-            kept = [one for one in await self._made.call("process", [[one] for one in kept]) if one is not None]
-        name = f"{self._made.code.attribute}.process"
+        if "should_capture" in self._worker_object.methods and kept:
+            answers = await self._worker_object.call("should_capture", [[data] for data in kept])
+            kept = [data for data, captured in zip(kept, answers, strict=True) if captured]
+        if "process" in self._worker_object.methods and kept:
+            kept = [
+                data
+                for data in await self._worker_object.call("process", [[data] for data in kept])
+                if data is not None
+            ]
+        name = f"{self._worker_object.code.attribute}.process"
         try:
-            return [item_from(one, f"item {number} from {name}") for number, one in enumerate(kept)]
+            return [item_from(data, f"item {number} from {name}") for number, data in enumerate(kept)]
         except InvalidValue as error:
             raise EnvironmentFailed(error.message, hint=error.hint) from None
 
 
 def batched(items: Iterable[TrajectoryItem]) -> Iterable[list[TrajectoryItem]]:
     """Yield items in lists of BATCH; the last may be shorter."""
-    left = iter(items)
-    while batch := list(islice(left, BATCH)):
+    remaining = iter(items)
+    while batch := list(islice(remaining, BATCH)):
         yield batch

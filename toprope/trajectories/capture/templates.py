@@ -47,30 +47,30 @@ class ChatTemplate:
         self._template = house.from_string(source)
         self._special = [token for token in special if token]
         self._variables = variables
-        self._first = self._patterns(_FIRST, ())
+        self._before = self._patterns(_FIRST, ())
         self._between = self._patterns(_BETWEEN, ("user", "assistant"))
 
     def before(self, text: str) -> list[dict[str, str]] | None:
         """Return the messages in `text`, up to the beginning of an answer; None if they cannot be recovered."""
-        return self._parsed(text, self._first)
+        return self._parse(text, self._before)
 
     def between(self, text: str) -> list[dict[str, str]] | None:
         """Return the messages between two answers; `text` begins after the answer, with or without its end token."""
-        return self._parsed(text, self._between)
+        return self._parse(text, self._between)
 
-    def _parsed(self, text: str, patterns: _Patterns) -> list[dict[str, str]] | None:
+    def _parse(self, text: str, patterns: _Patterns) -> list[dict[str, str]] | None:
         for roles, pattern in patterns:
-            found = pattern.fullmatch(text)
-            if found is not None and not any(token in content for content in found.groups() for token in self._special):
-                return [{"role": role, "content": content} for role, content in zip(roles, found.groups(), strict=True)]
+            match = pattern.fullmatch(text)
+            if match is not None and not any(token in content for content in match.groups() for token in self._special):
+                return [{"role": role, "content": content} for role, content in zip(roles, match.groups(), strict=True)]
         return None
 
     def _patterns(self, candidates: Any, lead: tuple[str, ...]) -> _Patterns:
-        found = []
+        patterns = []
         for roles in candidates:
             marks = [_MARK.format(chr(97 + place)) for place in range(len(lead) + len(roles))]
-            said = [{"role": role, "content": mark} for role, mark in zip((*lead, *roles), marks, strict=True)]
-            text = self._rendered(said)
+            messages = [{"role": role, "content": mark} for role, mark in zip((*lead, *roles), marks, strict=True)]
+            text = self._render(messages)
             if text is None:
                 continue
             pieces = re.split("|".join(map(re.escape, marks)), text)
@@ -85,10 +85,10 @@ class ChatTemplate:
                     opening = f"(?:{re.escape(token)})?" + re.escape(pieces[0][len(token) :])
                     break
             body = "".join("(.*?)" + re.escape(piece) for piece in pieces[1:])
-            found.append((roles, re.compile(opening + body, re.DOTALL)))
-        return found
+            patterns.append((roles, re.compile(opening + body, re.DOTALL)))
+        return patterns
 
-    def _rendered(self, messages: list[dict[str, str]]) -> str | None:
+    def _render(self, messages: list[dict[str, str]]) -> str | None:
         try:
             with render_limit(_RENDER_S):
                 return self._template.render(

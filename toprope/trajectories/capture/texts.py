@@ -64,10 +64,10 @@ def _from_hub(model: str, revision: str | None) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(model, "tokenizer.json", revision=revision)
+        file = try_to_load_from_cache(model, "tokenizer.json", revision=revision)
     except _CANNOT:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class Reader:
         self._template = _template_of(folder, [added[number].content for number in sorted(self._special)], variables)
         self._prompts: dict[tuple[int, ...], tuple[str, list[Message] | None]] = {}
 
-    def words(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], masked: int, kept: str | None) -> Words:
+    def words(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], masked: int, kept_prompt: str | None) -> Words:
         """Decode the words of a rollout.
 
         Args:
             rows: Tokens and mask of each sequence.
             masked: Value of the mask at tokens that were not sampled.
-            kept: The prompt kept for people, to verify the result.
+            kept_prompt: The prompt kept for people, to verify the result.
         """
         state: str | list[Message] = ""
         action: list[Message] = []
@@ -115,12 +115,12 @@ class Reader:
                 elif place == 0:
                     text, messages = self._prompt(tuple(ids))
                     if number == 0:
-                        whole = messages is not None and _agrees(messages, kept)
+                        whole = messages is not None and _agrees(messages, kept_prompt)
                         state = messages if messages is not None and whole else text
                     else:  # The template rewrote earlier messages: only the last part is new.
                         action += _newest(messages, text)
                         whole = whole and messages is not None
-                elif end < len(tokens) or any(one not in self._special for one in ids):
+                elif end < len(tokens) or any(token not in self._special for token in ids):
                     text = self._decode(ids)
                     between = None if self._template is None else self._template.between(text)
                     if between is None and end == len(tokens):
@@ -135,13 +135,13 @@ class Reader:
         return Words(state, action, "tokens" if whole else "rendered")
 
     def _prompt(self, ids: tuple[int, ...]) -> tuple[str, list[Message] | None]:
-        if (known := self._prompts.get(ids)) is None:
+        if (decoded := self._prompts.get(ids)) is None:
             text = self._decode(ids)
-            known = text, None if self._template is None else self._template.before(text)
+            decoded = text, None if self._template is None else self._template.before(text)
             if len(self._prompts) >= _MOST_PROMPTS:
                 self._prompts.clear()
-            self._prompts[ids] = known
-        return known
+            self._prompts[ids] = decoded
+        return decoded
 
     def _answer(self, ids: Sequence[int]) -> str:
         end = len(ids)
@@ -168,34 +168,34 @@ def _spans(mask: Sequence[int], masked: int) -> list[tuple[bool, int, int]]:
 def _newest(messages: list[Message] | None, text: str) -> list[Message]:
     if messages is None:
         return [{"role": "user", "content": text}]
-    last = max((place for place, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
-    return list(messages[last + 1 :])
+    last_answer = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    return list(messages[last_answer + 1 :])
 
 
-def _agrees(messages: list[Message], kept: str | None) -> bool:
+def _agrees(messages: list[Message], kept_prompt: str | None) -> bool:
     """Return True if recovered messages agree with the prompt kept for people."""
-    if not kept:
+    if not kept_prompt:
         return True
-    said = "".join("".join(one["content"].split()) for one in messages)
-    head, cut, tail = kept.partition(CUT)
+    letters = "".join("".join(message["content"].split()) for message in messages)
+    head, cut, tail = kept_prompt.partition(CUT)
     if not cut:
-        return said == "".join(kept.split())
-    return said.startswith("".join(head.split())) and said.endswith("".join(tail.split()))
+        return letters == "".join(kept_prompt.split())
+    return letters.startswith("".join(head.split())) and letters.endswith("".join(tail.split()))
 
 
 def _template_of(folder: Path, special: Sequence[str], variables: Mapping[str, Any] | None) -> ChatTemplate | None:
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-        beside = folder / "chat_template.jinja"
-        source = beside.read_text(encoding="utf-8") if beside.is_file() else settings.get("chat_template")
+        template_file = folder / "chat_template.jinja"
+        source = template_file.read_text(encoding="utf-8") if template_file.is_file() else settings.get("chat_template")
         if isinstance(source, list):  # several templates by name
-            source = next((one["template"] for one in source if one.get("name") == "default"), None)
+            source = next((template["template"] for template in source if template.get("name") == "default"), None)
         if not isinstance(source, str):
             return None
-        named = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        named = {name: one.get("content") if isinstance(one, dict) else one for name, one in named.items()}
-        own = {name: one for name, one in named.items() if isinstance(one, str)}
-        return ChatTemplate(source, special, own | dict(variables or {}))
+        tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        token_texts = {name: token for name, token in tokens.items() if isinstance(token, str)}
+        return ChatTemplate(source, special, token_texts | dict(variables or {}))
     except Exception:  # Jinja may raise anything for a model's template: use the rendered text.
         return None
 
@@ -216,11 +216,16 @@ def reader_of(folder: RunFolder) -> Reader | None:
 
 def kept_words(prompt: str | None, answer: str | None, conversation: Any = None) -> Words:
     """Return the words without a tokenizer: the posted conversation, otherwise the text kept for people."""
-    if isinstance(conversation, list) and all(isinstance(one, dict) for one in conversation):
-        first = next((place for place, one in enumerate(conversation) if one.get("role") == "assistant"), None)
-        if first is not None:
-            said = [{**one, "content": "" if one.get("content") is None else one["content"]} for one in conversation]
-            return Words(said[:first], said[first:], "messages")
+    if isinstance(conversation, list) and all(isinstance(message, dict) for message in conversation):
+        first_answer = next(
+            (place for place, message in enumerate(conversation) if message.get("role") == "assistant"), None
+        )
+        if first_answer is not None:
+            messages = [
+                {**message, "content": "" if message.get("content") is None else message["content"]}
+                for message in conversation
+            ]
+            return Words(messages[:first_answer], messages[first_answer:], "messages")
     if prompt is None and answer is None:
         return Words("", "", "none")
     cut = CUT in (prompt or "") or CUT in (answer or "")

@@ -54,18 +54,18 @@ class TrajectoryDataset:
 
     def capture(self, item: TrajectoryItem) -> bool:
         """Add an item; return True if the strategy keeps it."""
-        kept = self._judged(item)
-        if kept is None:
+        processed = self._process(item)
+        if processed is None:
             return False
-        self._captured.append(kept)
+        self._captured.append(processed)
         return True
 
     def query(self, **filters: Any) -> TrajectoryDataset:
         """Return a lazy data set of matching items. See `Query` for the filters."""
         wanted = Query.of(filters)
-        found = TrajectoryDataset()
-        found.add_source(lambda: wanted.select(lambda: iter(self)))
-        return found
+        matching = TrajectoryDataset()
+        matching.add_source(lambda: wanted.select(lambda: iter(self)))
+        return matching
 
     def items(self) -> list[TrajectoryItem]:
         """Return all items in memory."""
@@ -75,9 +75,9 @@ class TrajectoryDataset:
         yield from self._captured
         for source in self._sources:
             for item in source():
-                kept = self._judged(item)
-                if kept is not None:
-                    yield kept
+                processed = self._process(item)
+                if processed is not None:
+                    yield processed
 
     def __len__(self) -> int:
         """Return the number of items; lazy sources are read to count them."""
@@ -116,7 +116,7 @@ class TrajectoryDataset:
         """Write a folder for `datasets.load_from_disk`."""
         return self.export(path, "datasets")
 
-    def _judged(self, item: TrajectoryItem) -> TrajectoryItem | None:
+    def _process(self, item: TrajectoryItem) -> TrajectoryItem | None:
         return self._strategy.process(item) if self._strategy.should_capture(item) else None
 
 

@@ -24,8 +24,8 @@ def card_of(record: DatasetRecord, folder: Path) -> str:
         record: Record of the version.
         folder: Folder with its item files; the first items are shown.
     """
-    first = sorted(record.files, key=lambda name: (name != "train.jsonl", name))
-    splits = [{"split": "train" if name == "items.jsonl" else Path(name).stem, "path": name} for name in first]
+    file_names = sorted(record.files, key=lambda name: (name != "train.jsonl", name))
+    splits = [{"split": "train" if name == "items.jsonl" else Path(name).stem, "path": name} for name in file_names]
     size = next((word for most, word in _SIZES if record.items < most), "n>1M")
     front = {
         "pretty_name": record.name,
@@ -38,13 +38,15 @@ def card_of(record: DatasetRecord, folder: Path) -> str:
     lines += [record.description, ""] if record.description else []
     lines += [f"{record.items} items, made by Toprope {record.toprope_version}. SHA-256 `{record.digest}`.", ""]
     lines += ["| file | items | bytes | SHA-256 |", "| --- | ---: | ---: | --- |"]
-    lines += [f"| {name} | {one.items} | {one.bytes} | `{one.sha256[:16]}` |" for name, one in record.files.items()]
+    lines += [f"| {name} | {file.items} | {file.bytes} | `{file.sha256[:16]}` |" for name, file in record.files.items()]
     lines += ["", "Each line is an item: `state` (the question) and `action` (the answer) as texts or chat "]
     lines[-1] += "messages, `reward`, and `metadata`."
     lines += ["", "## Sources", ""]
     lineage, counts = record.lineage, record.counts
-    for run, told in (lineage.get("runs") or {}).items():
-        lines.append(f"- run `{run}` ({told['kind']} on {told['environment']}, policy {told['policy']})")
+    for run, source_run in (lineage.get("runs") or {}).items():
+        lines.append(
+            f"- run `{run}` ({source_run['kind']} on {source_run['environment']}, policy {source_run['policy']})"
+        )
     lines += [f"- data set `{name}`" for name in lineage.get("datasets") or ()]
     lines += [f"- file `{name}`" for name in lineage.get("files") or ()]
     if lineage.get("where"):
@@ -57,27 +59,28 @@ def card_of(record: DatasetRecord, folder: Path) -> str:
     for why, count in (counts.get("left_out") or {}).items():
         lines.append(f"- {count} left out: {why}")
     if counts.get("texts"):
-        said = ", ".join(f"{count} {source}" for source, count in counts["texts"].items())
-        lines.append(f"- source of the words: {said}")
+        text_sources = ", ".join(f"{count} {source}" for source, count in counts["texts"].items())
+        lines.append(f"- source of the words: {text_sources}")
     lines += ["", "Held-out tasks of runs are sealed and not included.", "", "## Examples", ""]
     lines += ["Texts come from environments and models: data, never instructions.", ""]
-    for item in _some(folder / first[0]):
+    for item in _first_items(folder / file_names[0]):
         lines += ["```text", _clean(text_of(item.state)), "---", _clean(text_of(item.action)), "```", ""]
         lines += [f"reward {item.reward:g}", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _some(path: Path) -> list[TrajectoryItem]:
-    found: list[Any] = []
+def _first_items(path: Path) -> list[TrajectoryItem]:
+    items: list[Any] = []
     with path.open("rb") as file:
         for line in file:
-            found.append(msgspec.json.decode(line, type=TrajectoryItem))
-            if len(found) == _EXAMPLES:
+            items.append(msgspec.json.decode(line, type=TrajectoryItem))
+            if len(items) == _EXAMPLES:
                 break
-    return found
+    return items
 
 
 def _clean(text: str) -> str:
     """Shorten a text and prevent it from ending its code block."""
-    text = "".join(one for one in text if one in "\n\t" or one.isprintable()).replace("```", "'''")
+    text = "".join(character for character in text if character in "\n\t" or character.isprintable())
+    text = text.replace("```", "'''")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} [...]"

@@ -100,12 +100,12 @@ class Version:
             Corrupt: A file is missing or was changed.
         """
         for path in self.files:
-            known = self.record.files[path.name]
+            stored = self.record.files[path.name]
             try:
-                found = sha256_of(path)
+                digest = sha256_of(path)
             except OSError as error:
                 raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
-            if found != known.sha256:
+            if digest != stored.sha256:
                 raise Corrupt(
                     f"{path} was changed after it was written as {self.name}: its SHA-256 differs.",
                     hint="A version never changes. Build a new one.",
@@ -122,16 +122,20 @@ class DatasetStore:
         """Return the names of data sets with a version or with posted items."""
         if not self.path.is_dir():
             return []
-        found = [one.name for one in self.path.iterdir() if NAME.fullmatch(one.name) and one.is_dir()]
-        return sorted(name for name in found if self.versions(name) or self.inbox(name).is_file())
+        names = [folder.name for folder in self.path.iterdir() if NAME.fullmatch(folder.name) and folder.is_dir()]
+        return sorted(name for name in names if self.versions(name) or self.inbox(name).is_file())
 
     def versions(self, name: str) -> list[str]:
         """Return the versions of a data set, oldest first."""
         folder = self.path / name
         if not NAME.fullmatch(name) or not folder.is_dir():
             return []
-        found = [one.name for one in folder.iterdir() if _VERSION.fullmatch(one.name) and (one / _RECORD).is_file()]
-        return sorted(found, key=lambda version: int(version[1:]))
+        versions = [
+            version_folder.name
+            for version_folder in folder.iterdir()
+            if _VERSION.fullmatch(version_folder.name) and (version_folder / _RECORD).is_file()
+        ]
+        return sorted(versions, key=lambda version: int(version[1:]))
 
     def inbox(self, name: str) -> Path:
         """Return the inbox file, in which posted items wait for a version."""
@@ -144,15 +148,15 @@ class DatasetStore:
             NotFound: No such version; the message names the nearest data set.
             Corrupt: Its record cannot be read.
         """
-        base, _, asked = name.strip().partition("@")
+        base, _, wanted = name.strip().partition("@")
         versions = self.versions(base)
         if not versions:
-            known = [one for one in self.names() if self.versions(one)]
-            hint = nearest(base, known) if known else "build_dataset makes one."
+            dataset_names = [dataset_name for dataset_name in self.names() if self.versions(dataset_name)]
+            hint = nearest(base, dataset_names) if dataset_names else "build_dataset makes one."
             raise NotFound(f"There is no data set {shown(base)}.", hint=hint)
-        version = versions[-1] if not asked else asked if asked.startswith("v") else f"v{asked}"
+        version = versions[-1] if not wanted else wanted if wanted.startswith("v") else f"v{wanted}"
         if version not in versions:
-            raise NotFound(f"{base} has no version {shown(asked)}.", hint=f"Versions: {', '.join(versions)}.")
+            raise NotFound(f"{base} has no version {shown(wanted)}.", hint=f"Versions: {', '.join(versions)}.")
         return self._read(self.path / base / version)
 
     def _read(self, path: Path) -> Version:
@@ -168,9 +172,9 @@ class DatasetStore:
         check_name(name)
         folder = self.path / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in folder.glob(".making-*"):  # left by processes that were killed long ago
-            if time.time() - left.stat().st_mtime > _STALE_S:
-                shutil.rmtree(left, ignore_errors=True)
+        for abandoned in folder.glob(".making-*"):  # left by processes that were killed long ago
+            if time.time() - abandoned.stat().st_mtime > _STALE_S:
+                shutil.rmtree(abandoned, ignore_errors=True)
         aside = Path(tempfile.mkdtemp(prefix=".making-", dir=folder))
         try:
             yield aside
@@ -203,10 +207,14 @@ class DatasetStore:
             The version, and True if it is new; False if the newest version has the same items.
         """
         stored = {
-            one: Stored(items=items, bytes=(aside / one).stat().st_size, sha256=sha256_of(aside / one))
-            for one, items in files.items()
+            file_name: Stored(
+                items=items, bytes=(aside / file_name).stat().st_size, sha256=sha256_of(aside / file_name)
+            )
+            for file_name, items in files.items()
         }
-        whole = hashlib.sha256("".join(f"{one}\0{stored[one].sha256}\n" for one in sorted(stored)).encode()).hexdigest()
+        whole = hashlib.sha256(
+            "".join(f"{file_name}\0{stored[file_name].sha256}\n" for file_name in sorted(stored)).encode()
+        ).hexdigest()
         versions = self.versions(name)
         if versions:
             with suppress(Corrupt):  # An unreadable version is passed over.

@@ -62,10 +62,10 @@ class Inbox:
         """
         packed = []
         for number, item in enumerate(items, 1):
-            given = dict(item.metadata)
-            if not trusted and (claims := {name: given.pop(name) for name in _OURS if name in given}):
-                given["claimed"] = claims
-            item.metadata = {"text": "messages", **given, "origin": given.get("origin", "outside")}
+            metadata = dict(item.metadata)
+            if not trusted and (claims := {name: metadata.pop(name) for name in _OURS if name in metadata}):
+                metadata["claimed"] = claims
+            item.metadata = {"text": "messages", **metadata, "origin": metadata.get("origin", "outside")}
             try:
                 packed.append(_encode(item) + b"\n")
             except (ValueError, RecursionError) as error:  # lone surrogates, or nesting that is too deep
@@ -97,12 +97,12 @@ def items_of_body(body: bytes) -> list[TrajectoryItem]:
         InvalidValue: The body has none of these forms.
     """
     try:
-        given: Any = json.loads(body)
+        data: Any = json.loads(body)
     except RecursionError:
         raise InvalidValue("The post is nested too deeply.", hint="Nothing was taken.") from None
     except ValueError:
         return list(items_of(body.splitlines(), "The post"))
-    if isinstance(given, dict) and "items" in given:
-        given = given["items"]
-    given = given if isinstance(given, list) else [given]
-    return [item_from(one, f"item {number}") for number, one in enumerate(given, 1)]
+    if isinstance(data, dict) and "items" in data:
+        data = data["items"]
+    data = data if isinstance(data, list) else [data]
+    return [item_from(entry, f"item {number}") for number, entry in enumerate(data, 1)]

@@ -55,7 +55,7 @@ class Writer(ABC):
         self.count = 0
         self.simplified = 0
         """Items whose messages have fields besides role and content, which tables drop."""
-        self._held: list[TrajectoryItem] = []
+        self._buffer: list[TrajectoryItem] = []
         self._flushed = 0
 
     def write(self, items: Sequence[TrajectoryItem]) -> None:
@@ -64,17 +64,17 @@ class Writer(ABC):
         Raises:
             DiskFull: The disk is full; the unfinished export is removed on exit.
         """
-        self._held.extend(items)
+        self._buffer.extend(items)
         self.count += len(items)
-        while len(self._held) >= _ROWS:
-            chunk, self._held = self._held[:_ROWS], self._held[_ROWS:]
+        while len(self._buffer) >= _ROWS:
+            chunk, self._buffer = self._buffer[:_ROWS], self._buffer[_ROWS:]
             self._flush(chunk)
 
     def finish(self) -> None:
         """Write the remaining items and close the file."""
-        if self._held:
-            self._flush(self._held)
-            self._held = []
+        if self._buffer:
+            self._flush(self._buffer)
+            self._buffer = []
         self._close()
 
     def _flush(self, items: list[TrajectoryItem]) -> None:
@@ -95,7 +95,7 @@ class _Lines(Writer):
 
     def __init__(self, path: Path, array: bool) -> None:
         super().__init__(path)
-        self._array, self._first = array, True
+        self._array, self._is_empty = array, True
         self._file: BinaryIO = path.open("wb")
 
     def _put(self, items: list[TrajectoryItem]) -> None:
@@ -103,12 +103,12 @@ class _Lines(Writer):
             self._file.write(b"".join(_encode(item) + b"\n" for item in items))
             return
         text = b",\n".join(_encode(item) for item in items)
-        self._file.write((b"[\n" if self._first else b",\n") + text)
-        self._first = False
+        self._file.write((b"[\n" if self._is_empty else b",\n") + text)
+        self._is_empty = False
 
     def _close(self) -> None:
         if self._array:
-            self._file.write(b"[]\n" if self._first else b"\n]\n")
+            self._file.write(b"[]\n" if self._is_empty else b"\n]\n")
         _sync(self._file)
 
 
@@ -194,30 +194,31 @@ class _Datasets(Writer):
 
 
 def _row(item: TrajectoryItem, writer: Writer) -> dict[str, Any]:
-    told = item.metadata
+    metadata = item.metadata
     plain = True
     row: dict[str, Any] = {"reward": item.reward}
-    for name, said, role in (("state", item.state, "user"), ("action", item.action, "assistant")):
+    for name, words, role in (("state", item.state, "user"), ("action", item.action, "assistant")):
         row[name] = []
-        for one in as_messages(said, role):
-            content = "" if one.get("content") is None else one["content"]
-            plain = plain and one.keys() <= {"role", "content"} and isinstance(content, str)
+        for message in as_messages(words, role):
+            content = "" if message.get("content") is None else message["content"]
+            plain = plain and message.keys() <= {"role", "content"} and isinstance(content, str)
             text = content if isinstance(content, str) else _encode(content).decode()
-            row[name].append({"role": str(one.get("role", "")), "content": text})
+            row[name].append({"role": str(message.get("role", "")), "content": text})
     writer.simplified += not plain
     for name in _TEXTS:
-        value = told.get(name)
+        value = metadata.get(name)
         row[name] = None if value is None else str(value)
     for name in _NUMBERS:
-        value = told.get(name)
+        value = metadata.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
         row[name] = value if whole else None
     for name in _FLAGS:
-        value = told.get(name)
+        value = metadata.get(name)
         row[name] = value if isinstance(value, bool) else None
-    row["parts"] = _encode(told["parts"]).decode() if told.get("parts") else None
-    odd = {name for name in (*_NUMBERS, *_FLAGS) if row[name] is None and told.get(name) is not None}  # from outside
-    more = {name: value for name, value in told.items() if name not in _KNOWN or name in odd}
+    row["parts"] = _encode(metadata["parts"]).decode() if metadata.get("parts") else None
+    # From outside, such fields may have values of other types.
+    odd = {name for name in (*_NUMBERS, *_FLAGS) if row[name] is None and metadata.get(name) is not None}
+    more = {name: value for name, value in metadata.items() if name not in _KNOWN or name in odd}
     row["more"] = _encode(more).decode() if more else None
     return row
 
@@ -263,7 +264,7 @@ def writing(path: Path, form: str) -> Iterator[Writer]:
     """
     if form not in FORMATS:
         raise InvalidValue(f"There is no format {form!r}.", hint=f"Formats: {', '.join(FORMATS)}.")
-    if path.is_dir() and not all(_EXPORTED.fullmatch(one.name) for one in path.iterdir()):
+    if path.is_dir() and not all(_EXPORTED.fullmatch(file.name) for file in path.iterdir()):
         raise InvalidValue(
             f"{path} is a folder with other files, which an export does not replace.",
             hint="Name a new folder, or a file in it. Nothing was written.",

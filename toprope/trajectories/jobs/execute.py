@@ -76,7 +76,7 @@ class Work:
         self._readers: list[RunReader] = []
         self._digests: dict[str, str] = {}
         self._links: dict[str, EnvironmentWorker] = {}
-        self._told = 0.0
+        self._told_at = 0.0
 
     async def do(self) -> Outcome:
         """Execute the order.
@@ -130,13 +130,13 @@ class Work:
     def _version_files(self) -> Iterator[Path]:
         for version in self._order.versions:
             path = Path(version)
-            found = DatasetStore(path.parent.parent).find(f"{path.parent.name}@{path.name}")
-            if found.name not in self._digests:
-                found.require_sound()
-                self._digests[found.name] = found.record.digest
-            yield from found.files
+            dataset_version = DatasetStore(path.parent.parent).find(f"{path.parent.name}@{path.name}")
+            if dataset_version.name not in self._digests:
+                dataset_version.require_sound()
+                self._digests[dataset_version.name] = dataset_version.record.digest
+            yield from dataset_version.files
 
-    def _selected(self) -> Iterator[TrajectoryItem]:
+    def _select(self) -> Iterator[TrajectoryItem]:
         """Yield the items that pass the filters. Only `whole` decodes words to find the best of each task."""
         compared = functools.partial(self._all, words=self._query.whole is not None, counted=False)
         return self._query.select(self._read, compared=compared, left_out=self._left_out)
@@ -146,22 +146,22 @@ class Work:
             self._outcome.read += 1
             yield item
 
-    async def _captured(self, stack: AsyncExitStack, code: Code | None) -> AsyncIterator[list[TrajectoryItem]]:
+    async def _capture(self, stack: AsyncExitStack, code: Code | None) -> AsyncIterator[list[TrajectoryItem]]:
         """Yield lists of selected items, processed by a user's strategy if there is one."""
         strategy = None
         if code is not None:
-            strategy = WorkerStrategy(await self._own(stack, code, "strategy"))
-        for batch in batched(self._selected()):
-            kept = batch if strategy is None else await strategy.apply(batch)
-            self._left_out["strategy"] += len(batch) - len(kept)
-            self._say("reading", self._outcome.read, self._outcome.items)
-            yield kept
+            strategy = WorkerStrategy(await self._user_object(stack, code, "strategy"))
+        for batch in batched(self._select()):
+            items = batch if strategy is None else await strategy.apply(batch)
+            self._left_out["strategy"] += len(batch) - len(items)
+            self._tell_sometimes("reading", self._outcome.read, self._outcome.items)
+            yield items
 
-    async def _own(self, stack: AsyncExitStack, code: Code, role: str) -> WorkerObject:
-        own = OwnCode(Path(code.file), code.attribute, WANTED[role], code.arguments)
-        self._digests[own.file.name] = own.digest
-        link = await stack.enter_async_context(worker(own.file))
-        return await WorkerObject.make(link, own)
+    async def _user_object(self, stack: AsyncExitStack, code: Code, role: str) -> WorkerObject:
+        code_of_user = OwnCode(Path(code.file), code.attribute, WANTED[role], code.arguments)
+        self._digests[code_of_user.file.name] = code_of_user.digest
+        link = await stack.enter_async_context(worker(code_of_user.file))
+        return await WorkerObject.make(link, code_of_user)
 
     # Exporting
 
@@ -169,7 +169,7 @@ class Work:
         order, outcome = self._order, self._outcome
         path = Path(order.target)
         with writing(path, order.form) as writer:
-            async for batch in self._captured(stack, order.strategy):
+            async for batch in self._capture(stack, order.strategy):
                 self._require_room(writer.count + len(batch))
                 writer.write(batch)
                 outcome.items = writer.count
@@ -187,19 +187,19 @@ class Work:
 
     async def _build(self, stack: AsyncExitStack, recipe: Recipe) -> None:
         store, name = DatasetStore(Path(self._order.store)), self._order.name
-        captured = self._captured(stack, self._order.strategy)
+        captured = self._capture(stack, self._order.strategy)
         with store.making(name) as aside:
             if recipe.in_memory:
-                files = await self._grown(stack, recipe, captured, aside)
+                files = await self._write_splits(stack, recipe, captured, aside)
             else:
-                files = await self._streamed(captured, aside)
+                files = await self._write_items(captured, aside)
             if not sum(files.values()):
                 raise InvalidValue(
                     f"Nothing is left for {name}: {self._outcome.read} items were read, and "
-                    f"{_told(self._left_out) or 'none came of the recipe'}.",
+                    f"{_describe(self._left_out) or 'none came of the recipe'}.",
                     hint="Relax where, min_score or dedup_threshold; no version was made.",
                 )
-            version, new = store.keep(
+            version, is_new = store.keep(
                 name,
                 aside,
                 files,
@@ -214,11 +214,11 @@ class Work:
                 card=lambda record: card_of(record, aside),
             )
         outcome = self._outcome
-        outcome.path, outcome.version, outcome.new = str(version.path), version.name, new
-        outcome.items, outcome.bytes = version.record.items, sum(one.bytes for one in version.record.files.values())
-        outcome.splits = {Path(one).stem: stored.items for one, stored in version.record.files.items()}
+        outcome.path, outcome.version, outcome.new = str(version.path), version.name, is_new
+        outcome.items, outcome.bytes = version.record.items, sum(file.bytes for file in version.record.files.values())
+        outcome.splits = {Path(file).stem: stored.items for file, stored in version.record.files.items()}
 
-    async def _streamed(self, captured: AsyncIterator[list[TrajectoryItem]], aside: Path) -> dict[str, int]:
+    async def _write_items(self, captured: AsyncIterator[list[TrajectoryItem]], aside: Path) -> dict[str, int]:
         path = aside / f"items{ENDINGS['jsonl']}"
         with writing(path, "jsonl") as writer:
             async for batch in captured:
@@ -227,7 +227,7 @@ class Work:
                 self._outcome.items = writer.count
         return {path.name: writer.count}
 
-    async def _grown(
+    async def _write_splits(
         self, stack: AsyncExitStack, recipe: Recipe, captured: AsyncIterator[list[TrajectoryItem]], aside: Path
     ) -> dict[str, int]:
         seeds: list[TrajectoryItem] = []
@@ -236,7 +236,7 @@ class Work:
             self._require_room(len(seeds))
         items = seeds
         if recipe.steps or recipe.min_score is not None or recipe.dedup_threshold is not None:
-            items = (await self._synthesised(stack, recipe, seeds)).items
+            items = (await self._synthesise(stack, recipe, seeds)).items
         if not recipe.split:
             splits = {"items": items}
         else:
@@ -245,27 +245,27 @@ class Work:
             splits = split_dataset(items, recipe.split, seed=recipe.seed, dedup_threshold=threshold)
             self._warn_of_splits(splits, recipe)
         files = {}
-        for split, held in splits.items():
+        for split, split_items in splits.items():
             if recipe.split:
-                for item in held:
+                for item in split_items:
                     item.metadata = {**item.metadata, "split": split}
             with writing(aside / f"{split}.jsonl", "jsonl") as writer:
-                for batch in batched(held):
+                for batch in batched(split_items):
                     writer.write(batch)
-            files[f"{split}.jsonl"] = len(held)
+            files[f"{split}.jsonl"] = len(split_items)
         return files
 
     def _warn_of_splits(self, splits: dict[str, list[TrajectoryItem]], recipe: Recipe) -> None:
         whole, ratios = sum(map(len, splits.values())), sum(recipe.split.values())
-        for split, held in splits.items():
+        for split, split_items in splits.items():
             wanted = whole * recipe.split[split] / ratios
-            if abs(len(held) - wanted) > max(2.0, 0.1 * wanted):
+            if abs(len(split_items) - wanted) > max(2.0, 0.1 * wanted):
                 self._outcome.warnings.append(
-                    f"{split} has {len(held)} items instead of {wanted:.0f}: near duplicates stay together. A higher "
-                    "dedup_threshold separates more of them."
+                    f"{split} has {len(split_items)} items instead of {wanted:.0f}: near duplicates stay together. A "
+                    "higher dedup_threshold separates more of them."
                 )
 
-    async def _synthesised(
+    async def _synthesise(
         self, stack: AsyncExitStack, recipe: Recipe, seeds: Sequence[TrajectoryItem]
     ) -> SynthesisResult:
         config = SynthesisConfig(
@@ -278,9 +278,9 @@ class Work:
         )
         self._require_room(config.target_size)
 
-        def progress(now: SynthesisResult) -> None:
-            self._outcome.items = len(now.items)
-            self._tell("making items", len(now.items), config.target_size)
+        def progress(partial_result: SynthesisResult) -> None:
+            self._outcome.items = len(partial_result.items)
+            self._tell("making items", len(partial_result.items), config.target_size)
 
         steps = [await self._step(stack, number, plan) for number, plan in enumerate(recipe.steps, 1)]
         identity = f"{recipe.digest}{sorted(self._digests.items())}"
@@ -320,7 +320,7 @@ class Work:
                 return TeacherQuestions(teacher, **({"prompt": plan.prompt} if plan.prompt else {}))
             return TeacherAnswers(teacher, system=plan.system, again=plan.again)
         if kind == "environment":
-            link = await self._opened(stack, plan.environment or "", plan.knobs)
+            link = await self._open(stack, plan.environment or "", plan.knobs)
             return EnvironmentTasks(link, plan.environment or "", solve=plan.solve)
         if kind == "score" and plan.score == "environment":
             if len(self._links) != 1:
@@ -329,15 +329,15 @@ class Work:
                 )
             [(name, link)] = self._links.items()
             return EnvironmentScorer(link, name)
-        made = await self._own(stack, self._order.codes[str(number)], kind)
-        own: dict[str, Callable[[WorkerObject], PipelineStep]] = {
+        user_object = await self._user_object(stack, self._order.codes[str(number)], kind)
+        step_types: dict[str, Callable[[WorkerObject], PipelineStep]] = {
             "generate": OwnGenerator,
             "score": OwnScorer,
             "filter": OwnFilter,
         }
-        return own[kind](made)
+        return step_types[kind](user_object)
 
-    async def _opened(self, stack: AsyncExitStack, name: str, knobs: dict[str, Any]) -> EnvironmentWorker:
+    async def _open(self, stack: AsyncExitStack, name: str, knobs: dict[str, Any]) -> EnvironmentWorker:
         source = self._order.environments[name]
         try:
             memory_mb = self._order.memory_mb
@@ -394,7 +394,7 @@ class Work:
         return {
             "runs": runs,
             "datasets": [name for name in self._digests if "@" in name],
-            "files": [Path(one).name for one in self._order.files],
+            "files": [Path(file).name for file in self._order.files],
             "where": self._query.asked(),
             "strategy": None if self._order.strategy is None else recipe.strategy,
             "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
@@ -402,14 +402,14 @@ class Work:
             "sha256": self._digests,
         }
 
-    def _say(self, what: str, read: int, kept: int) -> None:
+    def _tell_sometimes(self, activity: str, read: int, kept: int) -> None:
         now = time.monotonic()
-        if now - self._told > _TELL_EVERY_S:
-            self._told = now
-            self._tell(what, read, kept)
+        if now - self._told_at > _TELL_EVERY_S:
+            self._told_at = now
+            self._tell(activity, read, kept)
 
 
-def _told(left_out: Counter[str]) -> str:
+def _describe(left_out: Counter[str]) -> str:
     return ", ".join(f"{count} left out by {why}" for why, count in left_out.most_common(4) if count)
 
 

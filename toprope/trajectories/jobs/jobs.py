@@ -141,34 +141,39 @@ class Job:
             Corrupt: A file of the job is damaged.
         """
         alive = self.alive()  # Check this first: a process that ends meanwhile has written its result by then.
-        if (found := self._result(alive)) is not None:
-            return found
+        if (result := self._result(alive)) is not None:
+            return result
         # The writer of the pid held the lock, so a free lock after the pid was seen means that it has ended.
         if (self.folder / "pid.json").exists() and not self.alive():
-            if (found := self._result(False)) is not None:
-                return found
+            if (result := self._result(False)) is not None:
+                return result
             ended = f"The data program was killed: {self._last_words()}"
             return Standing(False, failure=ComponentFailed(ended, hint="Repeat the call to continue."))
-        told = self._read("progress.json") or {}
+        progress = self._read("progress.json") or {}
         return Standing(
-            alive, doing=str(told.get("doing", "")), read=int(told.get("read", 0)), kept=int(told.get("kept", 0))
+            alive,
+            doing=str(progress.get("doing", "")),
+            read=int(progress.get("read", 0)),
+            kept=int(progress.get("kept", 0)),
         )
 
     def _result(self, alive: bool) -> Standing | None:
         """Return the state if the process wrote its result, else None."""
         since = self._ended_at()
-        old = f"This result was made {ago(since)} for an earlier call."
+        age_warning = f"This result was made {ago(since)} for an earlier call."
         is_old = time.time() - since > _OLD_S
         if (outcome := self._read("outcome.json")) is not None:
             try:
-                found = Outcome.model_validate(outcome)
+                parsed = Outcome.model_validate(outcome)
             except ValidationError as error:
                 raise Corrupt(f"{self.folder}/outcome.json: {describe_misfits(error)}.", hint=REPAIR_HINT) from None
-            return Standing(alive, found.model_copy(update={"warnings": [old, *found.warnings]}) if is_old else found)
+            return Standing(
+                alive, parsed.model_copy(update={"warnings": [age_warning, *parsed.warnings]}) if is_old else parsed
+            )
         if (failure := self._read("failure.json")) is not None:
-            ended = _error(failure)
+            ended = _error_from(failure)
             if is_old:
-                ended.message += f" {old}"
+                ended.message += f" {age_warning}"
             return Standing(alive, failure=ended)
         return None
 
@@ -182,9 +187,9 @@ class Job:
     def wait(self, seconds: float) -> Standing:
         """Wait at most this many seconds for the end; return the state."""
         deadline = time.monotonic() + seconds
-        while not (now := self.standing()).ended and time.monotonic() < deadline:
+        while not (standing := self.standing()).ended and time.monotonic() < deadline:
             time.sleep(_EVERY_S)
-        return now
+        return standing
 
     def ended(self) -> bool:
         """Return True if the job wrote a result or a failure."""
@@ -213,11 +218,11 @@ class Job:
 
     def stop(self) -> bool:
         """Kill the process with its children; return True if it ran. The state of a build stays."""
-        told = self._read("pid.json")
-        if not self.alive() or not isinstance(told, dict):
+        pid_record = self._read("pid.json")
+        if not self.alive() or not isinstance(pid_record, dict):
             return False
         with suppress(ProcessLookupError):  # it ended at this moment
-            os.killpg(int(told["pid"]), signal.SIGTERM)
+            os.killpg(int(pid_record["pid"]), signal.SIGTERM)
         return True
 
     def _read(self, name: str) -> Any:
@@ -228,10 +233,10 @@ class Job:
 
     def _last_words(self) -> str:
         try:
-            said = (self.folder / "job.log").read_bytes()[-_WORDS:].decode(errors="replace").strip()
+            output = (self.folder / "job.log").read_bytes()[-_WORDS:].decode(errors="replace").strip()
         except OSError:
             return "it printed nothing"
-        return said.splitlines()[-1] if said else "it printed nothing"
+        return output.splitlines()[-1] if output else "it printed nothing"
 
 
 def hold(folder: Path) -> int | None:
@@ -242,11 +247,13 @@ def hold(folder: Path) -> int | None:
     return descriptor
 
 
-def _error(told: Any) -> TopropeError:
+def _error_from(record: Any) -> TopropeError:
     """Rebuild the error from its record."""
-    import toprope.errors as known
+    import toprope.errors as errors
 
-    kind = getattr(known, str(told.get("kind", "")), ComponentFailed) if isinstance(told, dict) else ComponentFailed
+    kind = (
+        getattr(errors, str(record.get("kind", "")), ComponentFailed) if isinstance(record, dict) else ComponentFailed
+    )
     if not (isinstance(kind, type) and issubclass(kind, TopropeError)):
         kind = ComponentFailed
-    return kind(str(told.get("message", "")), hint=str(told.get("hint", "")))
+    return kind(str(record.get("message", "")), hint=str(record.get("hint", "")))

@@ -58,8 +58,8 @@ def _holds(target: Path, order: PolicyExport) -> bool:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     try:
-        found = read_json(target / RECORD)
-        if all(found.get(name) == value for name, value in order.origin.items()):
+        record = read_json(target / RECORD)
+        if all(record.get(name) == value for name, value in order.origin.items()):
             return True
     except (NotFound, Corrupt, AttributeError):
         pass

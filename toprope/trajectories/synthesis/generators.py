@@ -36,7 +36,9 @@ class TemplateSynthesiser(DataSynthesiser):
     def __init__(
         self, templates: Sequence[str | Mapping[str, str]], variables: Mapping[str, Sequence[Any]] | None = None
     ) -> None:
-        self._templates = [{"state": one, "action": ""} if isinstance(one, str) else dict(one) for one in templates]
+        self._templates = [
+            {"state": source, "action": ""} if isinstance(source, str) else dict(source) for source in templates
+        ]
         variables = variables or {}
         if not self._templates:
             raise InvalidValue("There are no templates.", hint='For example ["What is {a} + {b}?"].')
@@ -47,7 +49,7 @@ class TemplateSynthesiser(DataSynthesiser):
             if isinstance(values, str) or not values:
                 raise InvalidValue(f"The variable {name} needs a list of values.", hint=f'"{name}": ["x", "y"]')
         filled = set(variables) | {
-            str(key) for values in variables.values() for one in values if isinstance(one, Mapping) for key in one
+            str(key) for values in variables.values() for value in values if isinstance(value, Mapping) for key in value
         }
         for template in self._templates:
             for slot in _SLOT.findall(f"{template['state']}{template.get('action', '')}"):
@@ -67,7 +69,7 @@ class TemplateSynthesiser(DataSynthesiser):
         return [
             name
             for name, values in self._variables.items()
-            if name in slots or any(isinstance(one, Mapping) and slots & one.keys() for one in values)
+            if name in slots or any(isinstance(value, Mapping) and slots & value.keys() for value in values)
         ]
 
     def _combinations(self, names: Sequence[str]) -> int:
@@ -79,13 +81,13 @@ class TemplateSynthesiser(DataSynthesiser):
     async def generate(self, count: int) -> list[TrajectoryItem]:
         if not self._listed:  # Too many to list: draw at random; the pipeline removes repetitions.
             numbers = [self.random.randrange(len(self._templates)) for _ in range(count)]
-            return [self._filled(number, self.random.randrange(self._sizes[number])) for number in numbers]
+            return [self._fill(number, self.random.randrange(self._sizes[number])) for number in numbers]
         if self._order is None:
             self._order = list(range(sum(self._sizes)))
             random.Random(self.seed).shuffle(self._order)
         chosen = self._order[self.place : self.place + count]
         self.place += len(chosen)
-        return [self._filled(*self._place(one)) for one in chosen]
+        return [self._fill(*self._place(combination)) for combination in chosen]
 
     def _place(self, combination: int) -> tuple[int, int]:
         """Return the template of a number, and the combination within it."""
@@ -95,13 +97,13 @@ class TemplateSynthesiser(DataSynthesiser):
             combination -= size
         raise IndexError(combination)
 
-    def _filled(self, number: int, place: int) -> TrajectoryItem:
+    def _fill(self, number: int, place: int) -> TrajectoryItem:
         values: dict[str, str] = {}
         for name in self._sources[number]:
             place, at = divmod(place, len(self._variables[name]))
             value = self._variables[name][at]
             if isinstance(value, Mapping):
-                values |= {str(key): str(one) for key, one in value.items()}
+                values |= {str(key): str(part) for key, part in value.items()}
             else:
                 values[name] = str(value)
         template = self._templates[number]
@@ -109,8 +111,8 @@ class TemplateSynthesiser(DataSynthesiser):
         def fill(text: str) -> str:
             return _SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
 
-        told = {"origin": "template", "template": number, "unscored": True}
-        return TrajectoryItem(fill(template["state"]), fill(template.get("action", "")), 0.0, told)
+        metadata = {"origin": "template", "template": number, "unscored": True}
+        return TrajectoryItem(fill(template["state"]), fill(template.get("action", "")), 0.0, metadata)
 
 
 class Mutation(DataSynthesiser):
@@ -156,16 +158,16 @@ def add_noise(items: Iterable[TrajectoryItem], level: float, *, seed: int = 0) -
     for item in items:
         state: str | list[Message]
         if isinstance(item.state, str):
-            state = _mistyped(item.state, level, dice)
+            state = _mistype(item.state, level, dice)
         else:
             state = [
-                {**one, "content": _mistyped(one["content"], level, dice)}
-                if one.get("role") == "user" and isinstance(one.get("content"), str)
-                else one
-                for one in item.state
+                {**message, "content": _mistype(message["content"], level, dice)}
+                if message.get("role") == "user" and isinstance(message.get("content"), str)
+                else message
+                for message in item.state
             ]
-        told = {**item.metadata, **_first_of(item), "origin": "noise", "noise": level}
-        noisy.append(TrajectoryItem(state, item.action, item.reward, told))
+        metadata = {**item.metadata, **_first_of(item), "origin": "noise", "noise": level}
+        noisy.append(TrajectoryItem(state, item.action, item.reward, metadata))
     return noisy
 
 
@@ -176,27 +178,27 @@ def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
     """
     swapped = []
     for item in items:
-        before = [one for one in as_messages(item.state, "user") if one.get("role") == "system"]
-        told = {**item.metadata, **_first_of(item), "origin": "swap_io", "unscored": True}
+        system_messages = [message for message in as_messages(item.state, "user") if message.get("role") == "system"]
+        metadata = {**item.metadata, **_first_of(item), "origin": "swap_io", "unscored": True}
         for gone in ("success", "score", "parts", "task", "index"):
-            told.pop(gone, None)
-        asked = text_of([one for one in as_messages(item.state, "user") if one.get("role") != "system"])
+            metadata.pop(gone, None)
+        question = text_of([message for message in as_messages(item.state, "user") if message.get("role") != "system"])
         state: str | list[Message] = text_of(item.action)
-        if before:
-            state = [*before, {"role": "user", "content": state}]
-        swapped.append(TrajectoryItem(state, asked, 0.0, told))
+        if system_messages:
+            state = [*system_messages, {"role": "user", "content": state}]
+        swapped.append(TrajectoryItem(state, question, 0.0, metadata))
     return swapped
 
 
 def _first_of(item: TrajectoryItem) -> dict[str, Any]:
     """Return the metadata by which a copy is known as one of its first item's task, which may be held out."""
-    told = item.metadata
-    first = {
+    metadata = item.metadata
+    origin = {
         "made_from": item.first_id,
-        "first_prompt": told.get("first_prompt") or content_id(as_messages(item.state, "user")),
+        "first_prompt": metadata.get("first_prompt") or content_id(as_messages(item.state, "user")),
     }
-    task = told.get("first_task") or told.get("task")
-    return {**first, "first_task": task} if task else first
+    task = metadata.get("first_task") or metadata.get("task")
+    return {**origin, "first_task": task} if task else origin
 
 
 def _check_level(level: float) -> None:
@@ -204,7 +206,7 @@ def _check_level(level: float) -> None:
         raise InvalidValue(f"The level of noise must be from 0 to 1, not {level!r}.", hint="0.05 mistypes one in 20.")
 
 
-def _mistyped(text: str, level: float, dice: random.Random) -> str:
+def _mistype(text: str, level: float, dice: random.Random) -> str:
     letters = list(text)
     places = [place for place, letter in enumerate(letters) if letter.isalnum()]
     for place in dice.sample(places, min(len(places), round(level * len(letters)))):
@@ -216,11 +218,11 @@ def _mistyped(text: str, level: float, dice: random.Random) -> str:
         elif how == 2:
             letters[place] *= 2
         else:
-            letters[place] = _beside(letter, dice)
+            letters[place] = _neighbour_of(letter, dice)
     return "".join(letters)
 
 
-def _beside(letter: str, dice: random.Random) -> str:
+def _neighbour_of(letter: str, dice: random.Random) -> str:
     """Return a neighbouring key, or another digit for a digit."""
     if letter.isdigit():
         return str(dice.randrange(10))
@@ -228,8 +230,12 @@ def _beside(letter: str, dice: random.Random) -> str:
     for row, keys in enumerate(_KEYS):
         at = keys.find(small)
         if at >= 0:
-            near = [keys[one] for one in (at - 1, at + 1) if 0 <= one < len(keys)]
-            near += [other[at] for other in _KEYS[max(0, row - 1) : row + 2] if other is not keys and at < len(other)]
-            found = dice.choice(near)
-            return found.upper() if letter.isupper() else found
+            neighbours = [keys[column] for column in (at - 1, at + 1) if 0 <= column < len(keys)]
+            neighbours += [
+                other_keys[at]
+                for other_keys in _KEYS[max(0, row - 1) : row + 2]
+                if other_keys is not keys and at < len(other_keys)
+            ]
+            key = dice.choice(neighbours)
+            return key.upper() if letter.isupper() else key
     return dice.choice(list(itertools.chain(*_KEYS)))

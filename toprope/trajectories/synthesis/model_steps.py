@@ -50,21 +50,21 @@ class TeacherAnswers(PipelineStep):
         self._teacher, self._system, self._again = teacher, system, again
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
-        async def answered(item: TrajectoryItem) -> TrajectoryItem:
+        async def answer_to(item: TrajectoryItem) -> TrajectoryItem:
             if text_of(item.action) and not self._again:
                 return item
-            asked = as_messages(item.state, "user")
+            question = as_messages(item.state, "user")
             before = [{"role": "system", "content": self._system}] if self._system else []
-            said = await self._teacher.ask([*before, *asked])
-            if not said.strip():
+            answer = await self._teacher.ask([*before, *question])
+            if not answer.strip():
                 raise TryAgain("the teacher's answer is empty")
             # The new answer changes the id, by which a split finds the item's mutations.
-            told = {**item.metadata, "answered_by": "teacher", "unscored": True, "made_from": item.first_id}
+            metadata = {**item.metadata, "answered_by": "teacher", "unscored": True, "made_from": item.first_id}
             for gone in ("score", "success", "parts"):  # metadata of the replaced answer
-                told.pop(gone, None)
-            return TrajectoryItem(item.state, said, 0.0, told)
+                metadata.pop(gone, None)
+            return TrajectoryItem(item.state, answer, 0.0, metadata)
 
-        return await at.each(items, answered, "unanswered")
+        return await at.each(items, answer_to, "unanswered")
 
 
 class TeacherQuestions(DataSynthesiser):
@@ -92,18 +92,18 @@ class TeacherQuestions(DataSynthesiser):
         orders = []
         for _ in range(count):
             seeds = [at.seeds[at.random.randrange(len(at.seeds))] for _ in range(min(_EXAMPLES, len(at.seeds)))]
-            shown = "\n\n".join(text_of(seed.state) for seed in seeds)
-            orders.append(TrajectoryItem(self._prompt.replace("{examples}", shown), "", 0.0, {}))
+            examples = "\n\n".join(text_of(seed.state) for seed in seeds)
+            orders.append(TrajectoryItem(self._prompt.replace("{examples}", examples), "", 0.0, {}))
 
-        async def written(order: TrajectoryItem) -> TrajectoryItem:
-            said = (await self._teacher.ask(as_messages(order.state, "user"))).strip()
-            fenced = _FENCE.match(said)
-            said = fenced[1].strip() if fenced else said
-            if not said:
+        async def write_question(order: TrajectoryItem) -> TrajectoryItem:
+            answer = (await self._teacher.ask(as_messages(order.state, "user"))).strip()
+            fenced = _FENCE.match(answer)
+            question = fenced[1].strip() if fenced else answer
+            if not question:
                 raise TryAgain("the teacher's question is empty")
-            return TrajectoryItem(said, "", 0.0, {"origin": "teacher", "unscored": True})
+            return TrajectoryItem(question, "", 0.0, {"origin": "teacher", "unscored": True})
 
-        return await at.each(orders, written, "unanswered")
+        return await at.each(orders, write_question, "unanswered")
 
 
 class _NoMore(Exception):
@@ -123,9 +123,9 @@ class EnvironmentTasks(DataSynthesiser):
         self._link, self._name, self._solve = link, environment, solve
 
     async def generate(self, count: int) -> list[TrajectoryItem]:
-        made: list[TrajectoryItem] = []
+        items: list[TrajectoryItem] = []
         missed = 0
-        while len(made) < count and missed < _MOST_MISSED:
+        while len(items) < count and missed < _MOST_MISSED:
             try:
                 item = await self._task(self.place)
             except _NoMore:
@@ -139,13 +139,13 @@ class EnvironmentTasks(DataSynthesiser):
             self.place += 1
             missed = missed + 1 if item is None else 0
             if item is not None:
-                made.append(item)
+                items.append(item)
         if missed == self.place == _MOST_MISSED:
             raise EnvironmentFailed(
                 f"{self._name} gave no answers: its solver answered none of {missed} tasks.",
                 hint='Implement solve(), or use its tasks alone ("solve": false) and let a teacher answer.',
             )
-        return made
+        return items
 
     async def _task(self, index: int) -> TrajectoryItem | None:
         start = await self._link.begin("train", index, 1, timeout=_CALL_S)
@@ -153,30 +153,30 @@ class EnvironmentTasks(DataSynthesiser):
         if start.epoch:  # Training repeats the tasks after the last one.
             await self._link.discard([handle], timeout=_CALL_S)
             raise _NoMore
-        told: dict[str, Any] = {
+        metadata: dict[str, Any] = {
             "origin": "environment",
             "environment": self._name,
             "task": start.task_id,
             "split": "train",
             "index": index,
         }
-        first = len(messages)
+        question_length = len(messages)
         if not self._solve:
             await self._link.discard([handle], timeout=_CALL_S)
-            return TrajectoryItem(messages, "", 0.0, {**told, "unscored": True})
+            return TrajectoryItem(messages, "", 0.0, {**metadata, "unscored": True})
         while True:
-            said = await self._link.solve(handle, timeout=_CALL_S)
-            if said is None:
+            answer = await self._link.solve(handle, timeout=_CALL_S)
+            if answer is None:
                 await self._link.discard([handle], timeout=_CALL_S)
                 return None
-            messages.append({"role": "assistant", "content": said})
-            [result] = await self._link.advance([[handle, said, False]], timeout=_CALL_S)
+            messages.append({"role": "assistant", "content": answer})
+            [result] = await self._link.advance([[handle, answer, False]], timeout=_CALL_S)
             if result.done:
                 outcome = result.outcome
                 if outcome is None:
                     return None
-                told |= {"success": outcome.success, "parts": outcome.parts, "turns": outcome.turns}
-                return TrajectoryItem(messages[:first], messages[first:], outcome.reward, told)
+                metadata |= {"success": outcome.success, "parts": outcome.parts, "turns": outcome.turns}
+                return TrajectoryItem(messages[:question_length], messages[question_length:], outcome.reward, metadata)
             messages += result.messages
 
 
@@ -191,34 +191,37 @@ class EnvironmentScorer(PipelineStep):
         self._link, self._name = link, environment
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
-        async def scored(item: TrajectoryItem) -> TrajectoryItem | None:
-            told = item.metadata
-            if told.get("environment") != self._name or "index" not in told:
+        async def score(item: TrajectoryItem) -> TrajectoryItem | None:
+            metadata = item.metadata
+            if metadata.get("environment") != self._name or "index" not in metadata:
                 return item
-            page = await self._link.tasks("train", told["index"], 1, timeout=_CALL_S)
-            if [one.id for one in page.tasks] != [told.get("task")]:
+            page = await self._link.tasks("train", metadata["index"], 1, timeout=_CALL_S)
+            if [task.id for task in page.tasks] != [metadata.get("task")]:
                 return None
-            outcome = await self._link.score("train", told["index"], text_of(item.action), timeout=_CALL_S)
-            kept = {key: value for key, value in told.items() if key != "unscored"}
-            kept |= {"success": outcome.success, "parts": outcome.parts, "turns": outcome.turns}
-            return TrajectoryItem(item.state, item.action, outcome.reward, kept)
+            outcome = await self._link.score("train", metadata["index"], text_of(item.action), timeout=_CALL_S)
+            scored_metadata = {key: value for key, value in metadata.items() if key != "unscored"}
+            scored_metadata |= {"success": outcome.success, "parts": outcome.parts, "turns": outcome.turns}
+            return TrajectoryItem(item.state, item.action, outcome.reward, scored_metadata)
 
-        return await at.each(items, scored, "not scored")
+        return await at.each(items, score, "not scored")
 
 
 class OwnGenerator(DataSynthesiser):
     """A user's generator in a worker: `generate(count)` returns items as JSON objects."""
 
-    def __init__(self, made: WorkerObject) -> None:
-        self._made = made
+    def __init__(self, worker_object: WorkerObject) -> None:
+        self._worker_object = worker_object
 
     async def generate(self, count: int) -> list[TrajectoryItem]:
-        [given] = await self._made.call("generate", [[count]])
-        name = f"{self._made.code.attribute}.generate"
-        if not isinstance(given, list):
+        [objects] = await self._worker_object.call("generate", [[count]])
+        name = f"{self._worker_object.code.attribute}.generate"
+        if not isinstance(objects, list):
             raise EnvironmentFailed(f"{name} did not return a list of items.", hint="Return one object per item.")
         try:
-            return [item_from(one, f"item {number} from {name}") for number, one in enumerate(given[:count])]
+            return [
+                item_from(json_object, f"item {number} from {name}")
+                for number, json_object in enumerate(objects[:count])
+            ]
         except InvalidValue as error:
             raise EnvironmentFailed(error.message, hint=error.hint) from None
 
@@ -226,35 +229,35 @@ class OwnGenerator(DataSynthesiser):
 class OwnScorer(PipelineStep):
     """A user's scorer in a worker: `score(item)`, or a function of an item, returns a number."""
 
-    def __init__(self, made: WorkerObject) -> None:
-        self._method = "score" if "score" in made.methods else "call"
-        self._made = made
+    def __init__(self, worker_object: WorkerObject) -> None:
+        self._method = "score" if "score" in worker_object.methods else "call"
+        self._worker_object = worker_object
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
         if not items:
             return items
-        given = await self._made.call(self._method, [[msgspec.to_builtins(item)] for item in items])
-        kept = []
-        for item, score in zip(items, given, strict=True):
+        scores = await self._worker_object.call(self._method, [[msgspec.to_builtins(item)] for item in items])
+        scored = []
+        for item, score in zip(items, scores, strict=True):
             if isinstance(score, bool) or not isinstance(score, int | float) or score != score:
                 at.dropped["not scored"] += 1
                 continue
-            told = {key: value for key, value in item.metadata.items() if key != "unscored"}
-            kept.append(TrajectoryItem(item.state, item.action, item.reward, {**told, "score": float(score)}))
-        return kept
+            metadata = {key: value for key, value in item.metadata.items() if key != "unscored"}
+            scored.append(TrajectoryItem(item.state, item.action, item.reward, {**metadata, "score": float(score)}))
+        return scored
 
 
 class OwnFilter(PipelineStep):
     """A user's filter in a worker: `keep(item)`, or a function of an item, returns True to keep it."""
 
-    def __init__(self, made: WorkerObject) -> None:
-        self._method = "keep" if "keep" in made.methods else "call"
-        self._made = made
+    def __init__(self, worker_object: WorkerObject) -> None:
+        self._method = "keep" if "keep" in worker_object.methods else "call"
+        self._worker_object = worker_object
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
         if not items:
             return items
-        given = await self._made.call(self._method, [[msgspec.to_builtins(item)] for item in items])
-        kept = [item for item, stays in zip(items, given, strict=True) if stays]
-        at.dropped[f"filter {self._made.code.attribute}"] += len(items) - len(kept)
+        verdicts = await self._worker_object.call(self._method, [[msgspec.to_builtins(item)] for item in items])
+        kept = [item for item, verdict in zip(items, verdicts, strict=True) if verdict]
+        at.dropped[f"filter {self._worker_object.code.attribute}"] += len(items) - len(kept)
         return kept

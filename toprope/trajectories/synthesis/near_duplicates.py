@@ -45,10 +45,10 @@ def shingles(text: str) -> frozenset[int]:
     plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
     # Python salts the hashes of strings per process, but not those of integers.
     words = [crc32(word.encode("utf-8", "surrogatepass")) for word in _WORD.findall(plain.casefold())]
-    found = set(words)
-    found.update(map(hash, zip(words, words[1:], strict=False)))
-    found.update(map(hash, zip(words, words[1:], words[2:], strict=False)))
-    return frozenset(found)
+    hashes = set(words)
+    hashes.update(map(hash, zip(words, words[1:], strict=False)))
+    hashes.update(map(hash, zip(words, words[1:], words[2:], strict=False)))
+    return frozenset(hashes)
 
 
 def similarity(a: frozenset[int], b: frozenset[int]) -> float:
@@ -78,7 +78,7 @@ class _Text(NamedTuple):
     """A text and its earlier duplicates."""
 
     shingles: frozenset[int]
-    rest: frozenset[int]
+    specific: frozenset[int]
     """Its shingles without boilerplate."""
     signature: Any
     same: int | None
@@ -105,12 +105,12 @@ class _Index:
         self._threshold, self._minhash, self._make = threshold, RMinHash, RMinHashLSH
         self._lsh = self._empty()
         self._look_at: int | None = None
-        self._first: dict[int, frozenset[int]] | None = {} if common is None else None
+        self._first_texts: dict[int, frozenset[int]] | None = {} if common is None else None
         """Different texts, until boilerplate is learned: before, a long template makes every text a duplicate."""
         self.common = common or frozenset()
         self._sets: list[array[int]] = []
-        self._same: dict[int, int] = {}
-        self._new: list[int] = []
+        self._number_of: dict[int, int] = {}
+        self._new_numbers: list[int] = []
 
     def __len__(self) -> int:
         return len(self._sets)
@@ -122,66 +122,70 @@ class _Index:
         """
         done = 0
         while done < len(texts):
-            size = _BATCH if self._first is not None else max(_FEWEST, min(_BATCH, len(self._new)))
+            size = _BATCH if self._first_texts is not None else max(_FEWEST, min(_BATCH, len(self._new_numbers)))
             sets = [shingles(text) for text in texts[done : done + size]]
             done += len(sets)
             self._learn(sets)
-            rest = [words - self.common for words in sets]
-            for words, told, signature in zip(sets, rest, self._signed(rest), strict=True):
-                same = self._same.get(hash(words))
-                yield _Text(words, told, signature, same, [] if same is not None else self._near(told, signature))
+            specific_sets = [words - self.common for words in sets]
+            for words, specific, signature in zip(sets, specific_sets, self._signatures_of(specific_sets), strict=True):
+                same = self._number_of.get(hash(words))
+                yield _Text(
+                    words, specific, signature, same, [] if same is not None else self._near(specific, signature)
+                )
 
     def insert(self, text: _Text, *, new: bool) -> int:
         """Insert a text of `walk` and return its number; `new` if it has no near duplicate."""
         number = len(self._sets)
-        self._same[hash(text.shingles)] = number
+        self._number_of[hash(text.shingles)] = number
         self._sets.append(array("q", text.shingles))
         if new:
-            self._new.append(number)
-        if text.rest:
+            self._new_numbers.append(number)
+        if text.specific:
             self._lsh.insert(number, text.signature)
         return number
 
-    def _near(self, told: frozenset[int], signature: Any) -> list[int]:
-        if not told:
+    def _near(self, specific: frozenset[int], signature: Any) -> list[int]:
+        if not specific:
             return []
         return [
-            one
-            for one in sorted(self._lsh.query(signature))
-            if similarity(told, frozenset(self._sets[one]) - self.common) >= self._threshold
+            number
+            for number in sorted(self._lsh.query(signature))
+            if similarity(specific, frozenset(self._sets[number]) - self.common) >= self._threshold
         ]
 
     def _learn(self, sets: Sequence[frozenset[int]]) -> None:
         """Learn boilerplate if the number of texts has grown enough; `sets` are those that come next."""
-        if self._first is not None:
-            self._first.update((hash(words), words) for words in sets)
-            if len(self._first) < _FEWEST:
+        if self._first_texts is not None:
+            self._first_texts.update((hash(words), words) for words in sets)
+            if len(self._first_texts) < _FEWEST:
                 return
             # Near duplicates are still among these, so only what a quarter of the texts share counts.
-            common, self._first = _frequent(list(self._first.values()), _TEMPLATE), None
+            common, self._first_texts = _frequent(list(self._first_texts.values()), _TEMPLATE), None
             self._look_at = _FEWEST
-        elif self._look_at is None or len(self._new) < self._look_at:
+        elif self._look_at is None or len(self._new_numbers) < self._look_at:
             return
         else:
-            self._look_at = len(self._new) * 4
+            self._look_at = len(self._new_numbers) * 4
             common = self.boilerplate()
         if common == self.common:
             return
         self.common, self._lsh = common, self._empty()
         for start in range(0, len(self._sets), _BATCH):
-            rest = [frozenset(words) - common for words in self._sets[start : start + _BATCH]]
-            for number, (told, signature) in enumerate(zip(rest, self._signed(rest), strict=True), start):
-                if told:
+            specific_sets = [frozenset(words) - common for words in self._sets[start : start + _BATCH]]
+            for number, (specific, signature) in enumerate(
+                zip(specific_sets, self._signatures_of(specific_sets), strict=True), start
+            ):
+                if specific:
                     self._lsh.insert(number, signature)
 
     def boilerplate(self) -> frozenset[int]:
         """Return the shingles in more than a tenth of the new texts, or of the first ones if few were new."""
-        if len(self._new) < _FEWEST:
+        if len(self._new_numbers) < _FEWEST:
             return self.common
-        return _frequent([self._sets[number] for number in self._new[:: -(-len(self._new) // _SAMPLE)]])
+        return _frequent([self._sets[number] for number in self._new_numbers[:: -(-len(self._new_numbers) // _SAMPLE)]])
 
-    def _signed(self, sets: Sequence[frozenset[int]]) -> Any:
-        tokens = [[str(one) for one in words] for words in sets]
+    def _signatures_of(self, sets: Sequence[frozenset[int]]) -> Any:
+        tokens = [[str(shingle) for shingle in words] for words in sets]
         return self._minhash.from_token_sets(tokens, num_perm=_PERMUTATIONS, seed=_SEED)
 
     def _empty(self) -> Any:
@@ -215,7 +219,7 @@ class Deduplicator:
         Returns:
             For each text the number of the earlier new text that it nearly duplicates, or None if it is new.
         """
-        return _judged(self._index, texts)
+        return _duplicates_of(self._index, texts)
 
     def restore(self, texts: Sequence[str]) -> None:
         """Add texts that were judged to be new before."""
@@ -223,21 +227,21 @@ class Deduplicator:
             self._index.insert(text, new=True)
 
 
-def _judged(index: _Index, texts: Sequence[str]) -> list[int | None]:
+def _duplicates_of(index: _Index, texts: Sequence[str]) -> list[int | None]:
     answers: list[int | None] = []
     for text in index.walk(texts):
-        found = text.same if text.same is not None else text.near[0] if text.near else None
-        if found is None:
+        duplicate = text.same if text.same is not None else text.near[0] if text.near else None
+        if duplicate is None:
             index.insert(text, new=True)
-        answers.append(found)
+        answers.append(duplicate)
     return answers
 
 
-def _knowing(texts: Sequence[str], threshold: float) -> _Index:
+def _index_for(texts: Sequence[str], threshold: float) -> _Index:
     """Return an empty index that has learned boilerplate from a sample of these texts."""
-    first = _Index(threshold)
-    _judged(first, texts[:: -(-len(texts) // _LOOKED_THROUGH) or 1])
-    return _Index(threshold, first.boilerplate())
+    sample_index = _Index(threshold)
+    _duplicates_of(sample_index, texts[:: -(-len(texts) // _LOOKED_THROUGH) or 1])
+    return _Index(threshold, sample_index.boilerplate())
 
 
 def deduplicate(
@@ -254,8 +258,8 @@ def deduplicate(
     """
     items = list(items)
     texts = [text(item) for item in items]
-    found = _judged(_knowing(texts, threshold), texts)
-    kept = [item for item, near in zip(items, found, strict=True) if near is None]
+    duplicates = _duplicates_of(_index_for(texts, threshold), texts)
+    kept = [item for item, duplicate in zip(items, duplicates, strict=True) if duplicate is None]
     return kept, len(items) - len(kept)
 
 
@@ -265,26 +269,26 @@ class _Joined:
     def __init__(self) -> None:
         self._parents: dict[int, int] = {}
 
-    def root(self, one: int) -> int:
+    def root(self, number: int) -> int:
         parents = self._parents
-        while parents.setdefault(one, one) != one:
-            parents[one] = parents[parents[one]]
-            one = parents[one]
-        return one
+        while parents.setdefault(number, number) != number:
+            parents[number] = parents[parents[number]]
+            number = parents[number]
+        return number
 
-    def join(self, one: int, other: int) -> None:
-        self._parents[self.root(one)] = self.root(other)
+    def join(self, number: int, other: int) -> None:
+        self._parents[self.root(number)] = self.root(other)
 
 
 def clusters(texts: Sequence[str], threshold: float) -> list[int]:
     """Return the cluster number of each text; chains of near duplicates form one cluster."""
-    index, joined, owners = _knowing(texts, threshold), _Joined(), []
+    index, joined, owners = _index_for(texts, threshold), _Joined(), []
     for text in index.walk(texts):
         number = text.same
         if number is None:
             number = index.insert(text, new=not text.near)
-            for one in text.near:
-                joined.join(number, one)
+            for duplicate in text.near:
+                joined.join(number, duplicate)
         owners.append(number)
     return [joined.root(owner) for owner in owners]
 
@@ -293,17 +297,17 @@ SPLITS = ("train", "validation", "test")
 """The splits that a list of ratios means."""
 
 
-def named_ratios(given: Any) -> Any:
+def named_ratios(ratios: Any) -> Any:
     """Ratios by split for a list in the order of SPLITS, such as [0.8, 0.1, 0.1]; anything else unchanged.
 
     Raises:
         ValueError: The list has more ratios than there are splits.
     """
-    if not isinstance(given, list | tuple):
-        return given
-    if len(given) > len(SPLITS):
+    if not isinstance(ratios, list | tuple):
+        return ratios
+    if len(ratios) > len(SPLITS):
         raise ValueError(f"a list of ratios has at most {len(SPLITS)}: {', '.join(SPLITS)}; name others")
-    return {name: ratio for name, ratio in zip(SPLITS, given, strict=False) if ratio}
+    return {name: ratio for name, ratio in zip(SPLITS, ratios, strict=False) if ratio}
 
 
 def split_dataset(
@@ -350,21 +354,21 @@ def split_dataset(
     lacking = {name: len(items) * ratio / whole for name, ratio in ratios.items()}
     dealt: dict[str, list[int]] = {name: [] for name in ratios}
     for group in order:
-        name = max(lacking, key=lambda one: lacking[one])
+        name = max(lacking, key=lambda split: lacking[split])
         dealt[name] += group
         lacking[name] -= len(group)
     return {name: [items[place] for place in sorted(places)] for name, places in dealt.items()}
 
 
-def _with_tasks(items: Sequence[TrajectoryItem], found: list[int]) -> list[int]:
+def _with_tasks(items: Sequence[TrajectoryItem], cluster_numbers: list[int]) -> list[int]:
     """Merge clusters that share a task, or that contain an item and its mutation."""
     joined = _Joined()
-    first: dict[tuple[str, ...], int] = {}
+    first_clusters: dict[tuple[str, ...], int] = {}
     mutated = any("made_from" in item.metadata for item in items)
-    for item, cluster in zip(items, found, strict=True):
-        told = item.metadata
-        if task := told.get("task"):
-            joined.join(cluster, first.setdefault((str(told.get("environment")), str(task)), cluster))
+    for item, cluster in zip(items, cluster_numbers, strict=True):
+        metadata = item.metadata
+        if task := metadata.get("task"):
+            joined.join(cluster, first_clusters.setdefault((str(metadata.get("environment")), str(task)), cluster))
         if mutated:
-            joined.join(cluster, first.setdefault((item.first_id,), cluster))
-    return [joined.root(cluster) for cluster in found]
+            joined.join(cluster, first_clusters.setdefault((item.first_id,), cluster))
+    return [joined.root(cluster) for cluster in cluster_numbers]

@@ -99,7 +99,7 @@ class Round:
         """
         limit = asyncio.Semaphore(self.config.concurrency)
 
-        async def one(item: TrajectoryItem) -> TrajectoryItem | None:
+        async def work_on(item: TrajectoryItem) -> TrajectoryItem | None:
             async with limit:
                 for attempt in range(self.config.retries + 1):
                     if attempt:
@@ -110,15 +110,15 @@ class Round:
                         print(f"{failed}: {str(error)[:300]}", flush=True)
             return None
 
-        tasks = [asyncio.create_task(one(item)) for item in items]
+        tasks = [asyncio.create_task(work_on(item)) for item in items]
         try:
-            found = await asyncio.gather(*tasks)
+            results = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        kept = [item for item in found if item is not None]
-        self.dropped[failed] += len(found) - len(kept)
+        kept = [item for item in results if item is not None]
+        self.dropped[failed] += len(results) - len(kept)
         return kept
 
 
@@ -153,9 +153,9 @@ class DataSynthesiser(PipelineStep):
         if missing <= 0:
             return items
         self.at, self.random, self.seed = at, at.random, at.config.seed
-        made = await self.generate(missing)
-        at.generated += len(made)
-        return [*items, *made]
+        new_items = await self.generate(missing)
+        at.generated += len(new_items)
+        return [*items, *new_items]
 
 
 class _Function(PipelineStep):
@@ -164,13 +164,13 @@ class _Function(PipelineStep):
         self._name = getattr(function, "__name__", "a step")
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
-        made = self._function(items)
-        made = list(await made if inspect.isawaitable(made) else made)
-        if len(made) < len(items):
-            at.dropped[self._name] += len(items) - len(made)
-        elif len(made) > len(items):
-            at.generated += len(made) - len(items)
-        return made
+        output = self._function(items)
+        output = list(await output if inspect.isawaitable(output) else output)
+        if len(output) < len(items):
+            at.dropped[self._name] += len(items) - len(output)
+        elif len(output) > len(items):
+            at.generated += len(output) - len(items)
+        return output
 
 
 @dataclass
@@ -239,9 +239,9 @@ class SynthesisPipeline:
         """
         seeds, result = list(seed_data), SynthesisResult()
         threshold = self.config.dedup_threshold
-        known = None if threshold is None else Deduplicator(threshold)
+        deduplicator = None if threshold is None else Deduplicator(threshold)
         former: list[list[TrajectoryItem]] = [[] for _ in self._steps]
-        fed = self._resume(seeds, result, known, former)
+        fed = self._resume(seeds, result, deduplicator, former)
         generators = any(isinstance(step, DataSynthesiser | _Function) for step in self._steps)
         idle = 0
         while len(result.items) < self.config.target_size and idle < _IDLE_ROUNDS:
@@ -253,36 +253,38 @@ class SynthesisPipeline:
             wanted = len(begun) if fed < len(seeds) else wanted
             at = Round(self.config, result.rounds, seeds, wanted)
             items, reached = list(begun), []
-            for step, own in zip(self._steps, former, strict=True):
+            for step, former_items in zip(self._steps, former, strict=True):
                 reached.append(list(items) if isinstance(step, DataSynthesiser) and step.mutates else [])
-                own += reached[-1]
-                at.former = own
+                former_items += reached[-1]
+                at.former = former_items
                 items = await step.apply(items, at)
-            made = self._judged(items, at, known)[: self.config.target_size - len(result.items)]
-            idle = 0 if made or fed > fed_from else idle + 1
-            self._count(result, at, made)
-            self._write(at, made, fed, reached)
+            new_items = self._select(items, at, deduplicator)[: self.config.target_size - len(result.items)]
+            idle = 0 if new_items or fed > fed_from else idle + 1
+            self._count(result, at, new_items)
+            self._write(at, new_items, fed, reached)
             self._progress(result)
         result.complete = len(result.items) >= self.config.target_size
         return result
 
-    def _judged(self, items: list[TrajectoryItem], at: Round, known: Deduplicator | None) -> list[TrajectoryItem]:
+    def _select(
+        self, items: list[TrajectoryItem], at: Round, deduplicator: Deduplicator | None
+    ) -> list[TrajectoryItem]:
         least = self.config.min_score
         if least is not None:
             unscored = sum(score_of(item) is None for item in items)
-            kept = filter_by_score(items, least)
+            well_scored = filter_by_score(items, least)
             at.dropped["unscored"] += unscored
-            at.dropped["below min_score"] += len(items) - len(kept) - unscored
-            items = kept
-        if known is not None:
-            near = known.add([whole_text(item) for item in items])
-            at.dropped["near duplicate"] += sum(one is not None for one in near)
-            items = [item for item, one in zip(items, near, strict=True) if one is None]
+            at.dropped["below min_score"] += len(items) - len(well_scored) - unscored
+            items = well_scored
+        if deduplicator is not None:
+            near = deduplicator.add([whole_text(item) for item in items])
+            at.dropped["near duplicate"] += sum(duplicate_of is not None for duplicate_of in near)
+            items = [item for item, duplicate_of in zip(items, near, strict=True) if duplicate_of is None]
         return items
 
-    def _count(self, result: SynthesisResult, at: Round, made: list[TrajectoryItem]) -> None:
+    def _count(self, result: SynthesisResult, at: Round, new_items: list[TrajectoryItem]) -> None:
         result.rounds += 1
-        result.items += made
+        result.items += new_items
         result.generated_count += at.generated
         for reason, count in at.dropped.items():
             if count:
@@ -298,7 +300,7 @@ class SynthesisPipeline:
         self,
         seeds: Sequence[TrajectoryItem],
         result: SynthesisResult,
-        known: Deduplicator | None,
+        deduplicator: Deduplicator | None,
         former: Sequence[list[TrajectoryItem]],
     ) -> int:
         """Load the state file; return the number of seeds already processed."""
@@ -340,15 +342,15 @@ class SynthesisPipeline:
                     step.place = place
             for items, reached in zip(former, done.reached, strict=True):
                 items += reached
-            if known is not None:
-                known.restore([whole_text(item) for item in done.items])
+            if deduplicator is not None:
+                deduplicator.restore([whole_text(item) for item in done.items])
         return fed
 
-    def _write(self, at: Round, made: list[TrajectoryItem], fed: int, reached: list[list[TrajectoryItem]]) -> None:
+    def _write(self, at: Round, new_items: list[TrajectoryItem], fed: int, reached: list[list[TrajectoryItem]]) -> None:
         if self._state is not None:
             places = [step.place if isinstance(step, DataSynthesiser) else 0 for step in self._steps]
             dropped = {why: n for why, n in at.dropped.items() if n}
-            done = _Done(at.number, at.generated, dropped, fed, places, made, reached)
+            done = _Done(at.number, at.generated, dropped, fed, places, new_items, reached)
             _append(self._state, msgspec.to_builtins(done))
 
 

@@ -112,8 +112,10 @@ class Recipe(_Plan):
     @property
     def generates(self) -> bool:
         """True if a step generates items."""
-        made = {"templates", "environment", "noise", "swap_io", "generate"}
-        return any(step.kind in made or (step.kind == "teacher" and step.write == "questions") for step in self.steps)
+        generating = {"templates", "environment", "noise", "swap_io", "generate"}
+        return any(
+            step.kind in generating or (step.kind == "teacher" and step.write == "questions") for step in self.steps
+        )
 
     @property
     def digest(self) -> str:
@@ -121,22 +123,22 @@ class Recipe(_Plan):
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
-def parse_recipe(given: Mapping[str, Any] | None) -> Recipe:
+def parse_recipe(data: Mapping[str, Any] | None) -> Recipe:
     """Parse a recipe from a JSON or YAML object.
 
     Raises:
         InvalidValue: A field is unknown, has the wrong type, or contradicts another.
     """
-    given = dict(given or {})
-    check_keys(given, Recipe.model_fields, "The recipe")
-    steps = given.get("steps") or []
+    data = dict(data or {})
+    check_keys(data, Recipe.model_fields, "The recipe")
+    steps = data.get("steps") or []
     if isinstance(steps, list):
         for number, step in enumerate(steps, 1):
             if isinstance(step, dict):
                 check_keys(step, StepPlan.model_fields, f"Step {number}")
-                _one_kind(step, number)
+                _require_one_kind(step, number)
     try:
-        recipe = Recipe.model_validate(given)
+        recipe = Recipe.model_validate(data)
     except ValidationError as error:
         places = [
             f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}"
@@ -165,11 +167,11 @@ _EXAMPLE = (
 )
 
 
-def _one_kind(step: Mapping[str, Any], number: int) -> None:
+def _require_one_kind(step: Mapping[str, Any], number: int) -> None:
     kinds = [name for name in STEPS if step.get(name) is not None]
     if len(kinds) != 1:
-        found = f"has {' and '.join(kinds)}" if kinds else "has none of the step fields"
-        raise InvalidValue(f"Step {number} {found}.", hint=f"Each step has exactly one of {', '.join(STEPS)}.")
+        problem = f"has {' and '.join(kinds)}" if kinds else "has none of the step fields"
+        raise InvalidValue(f"Step {number} {problem}.", hint=f"Each step has exactly one of {', '.join(STEPS)}.")
     for name in step:
         if name in _OF and _OF[name] != kinds[0]:
             raise InvalidValue(f"Step {number}: {name} belongs to a step with {_OF[name]}.", hint="Leave it out.")
