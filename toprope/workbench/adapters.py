@@ -60,15 +60,15 @@ class Adapter:
 
     def installed(self, site_packages: Path) -> list[Listed]:
         """List the environments in an interpreter's packages. Raises whatever the adapter raises."""
-        return self._listed("installed", site_packages) if self.lists_packages else []
+        return self._list("installed", site_packages) if self.lists_packages else []
 
     def declared(self, file: Path, tree: ast.Module) -> list[Listed]:
         """List the environments in a file. Raises whatever the adapter raises."""
-        return self._listed("declared", file, tree) if self.reads_files else []
+        return self._list("declared", file, tree) if self.reads_files else []
 
     def in_folder(self, folder: Path) -> list[Listed]:
         """List the environments that a folder is as a whole. Raises whatever the adapter raises."""
-        return self._listed("in_folder", folder)
+        return self._list("in_folder", folder)
 
     def folder_requirements(self, folder: Path) -> tuple[str, ...]:
         """Return what the environments of a folder need that `in_folder` lists. Raises what the adapter raises."""
@@ -78,8 +78,8 @@ class Adapter:
         """Return what the packages in a folder need besides their own requirements. Raises what the adapter raises."""
         return _texts(self._ask("more_requirements", place))
 
-    def _listed(self, member: str, *places: Any) -> list[Listed]:
-        return [one for one in self._ask(member, *places) if isinstance(one, Listed)]
+    def _list(self, member: str, *places: Any) -> list[Listed]:
+        return [listed for listed in self._ask(member, *places) if isinstance(listed, Listed)]
 
     def _ask(self, member: str, *places: Any) -> Any:
         ask = getattr(self.module, member, None)
@@ -108,11 +108,11 @@ class Adapter:
 
 def adapters() -> list[Adapter]:
     """Return all adapters, sorted by name."""
-    found = []
+    loaded = []
     for file in sorted(_FOLDER.glob("[a-z]*.py")):
         try:
             module = importlib.import_module(f"toprope.sdk.adapters.{file.stem}")
-            found.append(
+            loaded.append(
                 Adapter(
                     name=file.stem,
                     description=first_line(module.__doc__),
@@ -127,9 +127,9 @@ def adapters() -> list[Adapter]:
                 )
             )
         except Exception as error:  # A broken adapter must not hide the others.
-            found.append(Adapter(file.stem, "", problem=f"{type(error).__name__}: {error} ({file})"))
-    return found
+            loaded.append(Adapter(file.stem, "", problem=f"{type(error).__name__}: {error} ({file})"))
+    return loaded
 
 
-def _texts(given: Any) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(map(str, given)) if isinstance(given, Sequence) else ()
+def _texts(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(map(str, value)) if isinstance(value, Sequence) else ()

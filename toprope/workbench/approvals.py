@@ -51,18 +51,19 @@ class Approvals:
         """Note a start that waits for a person; return whether nobody was asked about it yet."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # What a person decided stays: other agents' previews must not undo it.
-        for old in [one for one in self._read() if not (one.approved or one.refused)][_MOST_REQUESTS:]:
+        undecided = [waiting for waiting in self._requests() if not (waiting.approved or waiting.refused)]
+        for old in undecided[_MOST_REQUESTS:]:
             self.forget(old.hash)
-        known = self._find(hash)
-        if known is None or not (known.approved or known.refused):
+        request = self._find(hash)
+        if request is None or not (request.approved or request.refused):
             write_json(
                 self._path(hash), {"text": text, "at": time.time(), "approved": False, "details": dict(details or {})}
             )
-        return known is None
+        return request is None
 
     def pending(self) -> list[Request]:
         """The requests and unused approvals that have not expired, newest first, without those that were refused."""
-        return [one for one in self._read() if not one.refused]
+        return [request for request in self._requests() if not request.refused]
 
     def approve(self, hash: str) -> Request:
         """Approve a start, once. Only the command line and the dashboard call this, for the person there.
@@ -79,27 +80,27 @@ class Approvals:
 
     def refused(self, hash: str) -> bool:
         """True if a person refused the start with this hash."""
-        known = self._find(hash)
-        return known is not None and known.refused
+        request = self._find(hash)
+        return request is not None and request.refused
 
     def _decide(self, hash: str, *, approved: bool) -> Request:
         if not _HASH.fullmatch(hash):
             raise InvalidValue(f"{shown(hash)} is not the hash of a start.", hint="toprope approve lists them.")
-        found = self._find(hash)
-        if found is None:
+        request = self._find(hash)
+        if request is None:
             raise NotFound(
                 f"No start with the hash {hash} waits for approval; requests expire after {EXPIRES_S / 3600:.0f} h.",
                 hint="toprope approve lists them.",
             )
         decided = {"approved": approved, "refused": not approved}
-        entry = {"text": found.text, "at": time.time(), "details": found.details, **decided}
+        entry = {"text": request.text, "at": time.time(), "details": request.details, **decided}
         write_json(self._path(hash), entry)
-        return found
+        return request
 
     def has(self, hash: str) -> bool:
         """True if an approval with this hash is unused and valid."""
-        known = self._find(hash)
-        return known is not None and known.approved
+        request = self._find(hash)
+        return request is not None and request.approved
 
     def use(self, hash: str) -> bool:
         """Use up the approval with this hash; False without one."""
@@ -116,18 +117,18 @@ class Approvals:
         self._path(hash).unlink(missing_ok=True)
 
     def _find(self, hash: str) -> Request | None:
-        return next((one for one in self._read() if one.hash == hash), None)
+        return next((request for request in self._requests() if request.hash == hash), None)
 
     def _path(self, hash: str) -> Path:
         return self._folder / f"{hash}.json"
 
-    def _read(self) -> list[Request]:
-        found = []
+    def _requests(self) -> list[Request]:
+        requests = []
         for path in self._folder.glob("*.json"):
             try:
                 entry = read_json(path)
                 details = entry.get("details")
-                one = Request(
+                request = Request(
                     path.stem,
                     str(entry["text"]),
                     float(entry["at"]),
@@ -137,8 +138,8 @@ class Approvals:
                 )
             except (NotFound, Corrupt, KeyError, TypeError, ValueError, AttributeError):
                 continue
-            if not -60.0 <= time.time() - one.at < EXPIRES_S:
+            if not -60.0 <= time.time() - request.at < EXPIRES_S:
                 path.unlink(missing_ok=True)
-            elif _HASH.fullmatch(one.hash):
-                found.append(one)
-        return sorted(found, key=lambda one: one.at, reverse=True)
+            elif _HASH.fullmatch(request.hash):
+                requests.append(request)
+        return sorted(requests, key=lambda request: request.at, reverse=True)

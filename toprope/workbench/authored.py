@@ -52,16 +52,16 @@ def declared(name: str, code: str) -> tuple[str, tuple[Found, ...]]:
     with tempfile.TemporaryDirectory(prefix="toprope-save-") as place:
         file = Path(place) / f"{module}.py"
         file.write_text(code, encoding="utf-8")
-        found = tuple(discover_file(file))
-    if not found:
+        environments = tuple(discover_file(file))
+    if not environments:
         raise InvalidValue(
             "The file declares no environment: no class in it is derived from toprope.sdk.Environment.",
             hint="Begin with the template: toprope://docs/environment-template.",
         )
-    return module, found
+    return module, environments
 
 
-def save(folder: Path, module: str, code: str, found: tuple[Found, ...]) -> Saved:
+def save(folder: Path, module: str, code: str, environments: tuple[Found, ...]) -> Saved:
     """Write a checked file; a former version moves to the folder `earlier`.
 
     Raises:
@@ -83,4 +83,4 @@ def save(folder: Path, module: str, code: str, found: tuple[Found, ...]) -> Save
         write_text(path, code)
     except OSError as error:
         raise NotPossibleNow(f"Cannot write {path}: {error.strerror or error}. Nothing was saved.") from None
-    return Saved(path, found, earlier)
+    return Saved(path, environments, earlier)

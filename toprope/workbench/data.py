@@ -72,7 +72,7 @@ def sources_of(home: Home, names: Sequence[str]) -> Sources:
     Raises:
         NotFound: A name is none of these.
     """
-    found, store = Sources(), DatasetStore(home.datasets)
+    sources, store = Sources(), DatasetStore(home.datasets)
     for name in dict.fromkeys(names):
         base, at, version = name.partition("@")
         if at and version == INBOX:
@@ -80,12 +80,12 @@ def sources_of(home: Home, names: Sequence[str]) -> Sources:
                 raise NotFound(
                     f"Nothing was posted for {shown(base)}.", hint="docs/data.md describes how to post traces."
                 )
-            found.files.append(store.inbox(base))
+            sources.files.append(store.inbox(base))
         elif at:
-            found.versions.append(store.find(name).path)
+            sources.versions.append(store.find(name).path)
         else:
-            found.runs.extend(_run(home, run_id, store) for run_id in expand(home.runs, [name]))
-    return Sources(*(list(dict.fromkeys(paths)) for paths in (found.runs, found.versions, found.files)))
+            sources.runs.extend(_run(home, run_id, store) for run_id in expand(home.runs, [name]))
+    return Sources(*(list(dict.fromkeys(paths)) for paths in (sources.runs, sources.versions, sources.files)))
 
 
 def _run(home: Home, name: str, store: DatasetStore) -> Path:
@@ -212,16 +212,16 @@ def _fill(
     folders = home.strategy_folders(settings)
 
     def near(name: str) -> Path | None:
-        given = Path(name).expanduser()
-        if anywhere and given.is_file():
-            return given.resolve()
-        if given.name != name:  # a file name in one of the owner's folders, not a path
+        path = Path(name).expanduser()
+        if anywhere and path.is_file():
+            return path.resolve()
+        if path.name != name:  # a file name in one of the owner's folders, not a path
             return None
         return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
     def code(written: str, role: str, arguments: dict[str, Any]) -> Code:
-        found = OwnCode.parse(written, near, WANTED[role])
-        return Code(file=str(found.file), attribute=found.attribute, arguments=arguments)
+        own_code = OwnCode.parse(written, near, WANTED[role])
+        return Code(file=str(own_code.file), attribute=own_code.attribute, arguments=arguments)
 
     if plan.strategy is not None:
         order.strategy = code(plan.strategy, "strategy", plan.strategy_arguments)
@@ -238,7 +238,7 @@ def _fill(
                 raise InvalidValue(f"Step {number}: {shown(step.teacher)} is not a single model at an endpoint.")
             require_keys(models, settings, home.settings_file)
             order.teachers[step.teacher] = models[0].endpoint
-            keys |= {f"{ENDPOINT_KEY}{one}": key for one, key in keys_for(models, settings).items()}
+            keys |= {f"{ENDPOINT_KEY}{variable}": key for variable, key in keys_for(models, settings).items()}
         if step.environment is not None:
             entry = catalog.find(step.environment)
             if entry.status != "ready":
@@ -280,7 +280,7 @@ def require_room(target: Path, size: float, hint: str) -> None:
     Raises:
         DiskFull: There is less.
     """
-    place = next(one for one in (target, *target.parents) if one.exists())
+    place = next(path for path in (target, *target.parents) if path.exists())
     free, need = shutil.disk_usage(place).free, _FLOOR + round(size)
     if free < need:
         raise DiskFull(
@@ -308,15 +308,15 @@ def live_jobs(home: Home) -> Iterator[Job]:
                 yield job
 
 
-def begin(home: Home, asked: DataOrder) -> Job:
+def begin(home: Home, data_order: DataOrder) -> Job:
     """Start the program for an order unless it runs or its result is still to be reported (`Job.is_awaited`).
 
     Raises:
         NoRoomWithin, NotPossibleNow: See `reserve_paid_calls`; or the owner's limit of concurrent jobs is reached.
         ComponentFailed: The program does not start.
     """
-    job = job_of(home, asked.order)
-    if job.is_awaited(stored=asked.order.kind != "export") if job.ended() else job.alive():
+    job = job_of(home, data_order.order)
+    if job.is_awaited(stored=data_order.order.kind != "export") if job.ended() else job.alive():
         return job
     require_thawed(home.path)
     most = home.settings().data.at_once
@@ -328,17 +328,17 @@ def begin(home: Home, asked: DataOrder) -> Job:
                 hint="Wait until one ends; nothing was started.",
             )
         _forget(home)
-        if asked.order.teachers:
+        if data_order.order.teachers:
             reserve_paid_calls(
                 home,
                 f"data-{job.id}",
                 job.folder,
-                asked.order.teachers,
-                asked.order.model_dump(mode="json"),
-                f"build of the data set {asked.order.name}",
+                data_order.order.teachers,
+                data_order.order.model_dump(mode="json"),
+                f"build of the data set {data_order.order.name}",
                 goes_on=not (job.folder / "outcome.json").exists(),
             )
-        job.begin(asked.order, {**asked.keys, ENV_WALLS: Walls.of_home(home).encode()})
+        job.begin(data_order.order, {**data_order.keys, ENV_WALLS: Walls.of_home(home).encode()})
     return job
 
 
@@ -346,6 +346,6 @@ def _forget(home: Home) -> None:
     """Remove folders of jobs whose results were reported long ago."""
     for place in _places(home):
         for folder in place.iterdir() if place.is_dir() else ():
-            told = folder / "told"
-            if told.exists() and time.time() - told.stat().st_mtime > _KEPT_S and not Job(folder).alive():
+            marker = folder / "told"
+            if marker.exists() and time.time() - marker.stat().st_mtime > _KEPT_S and not Job(folder).alive():
                 shutil.rmtree(folder, ignore_errors=True)

@@ -100,9 +100,9 @@ class Drafts:
         fields = all_fields(card)
         config = preset.config(environment.name)
         config.environment.knobs = _defaults(fields)
-        own = {f"{KNOBS}.{name}": value for name, value in preset.knobs(environment.name).items()}
+        preset_knobs = {f"{KNOBS}.{name}": value for name, value in preset.knobs(environment.name).items()}
         try:
-            config, _ = apply_changes(config, own, card)
+            config, _ = apply_changes(config, preset_knobs, card)
         except (InvalidValue, NotFound) as problem:
             raise InvalidValue(f"The preset {preset.name} does not fit {environment.name}: {problem}") from None
         config, _ = apply_changes(config, {f"{KNOBS}.{name}": value for name, value in (given or {}).items()}, card)
@@ -158,7 +158,7 @@ class Drafts:
             draft = _draft(row)
             config, changed = apply_changes(draft.config, changes(draft), draft.knobs, locks, implied=implied)
             done.extend(changed)
-            records = [{"field": one.field, "before": one.before, "after": one.after} for one in changed]
+            records = [{"field": change.field, "before": change.before, "after": change.after} for change in changed]
             return config.model_dump(mode="json"), records
 
         self._row(draft_id)
@@ -219,14 +219,14 @@ class Drafts:
         card = [dict(knob) for knob in knobs]
         fields = all_fields(card)
         config = run.config.model_copy(deep=True)
-        own = {f"{KNOBS}.{name}": value for name, value in config.environment.knobs.items()}
-        gone = [name for name in own if name not in fields]
+        run_knobs = {f"{KNOBS}.{name}": value for name, value in config.environment.knobs.items()}
+        dropped = [name for name in run_knobs if name not in fields]
         config.environment.knobs = _defaults(fields)
-        config, _ = apply_changes(config, {name: value for name, value in own.items() if name in fields}, card)
+        config, _ = apply_changes(config, {name: value for name, value in run_knobs.items() if name in fields}, card)
         row, moved = self._store(run.preset or "", environment, card, config, locks)
         with self._index.writing() as db:
             db.execute("INSERT INTO forks VALUES (?, ?)", (row.id, run.run_id))
-        return _draft(row), moved, gone
+        return _draft(row), moved, dropped
 
     def forked_from(self, draft_id: str) -> str | None:
         """Return the run that a draft was forked from, or None."""
@@ -246,8 +246,8 @@ class Drafts:
         try:
             return self._index.draft(draft_id)
         except NotFound:
-            known = [row.id for row in self._index.drafts()]
-            near = difflib.get_close_matches(draft_id, known, n=1, cutoff=0.7) or known[:5]
+            draft_ids = [row.id for row in self._index.drafts()]
+            near = difflib.get_close_matches(draft_id, draft_ids, n=1, cutoff=0.7) or draft_ids[:5]
             hint = (
                 f"There are: {', '.join(near)}." if near else "There are no drafts yet; select_environment makes one."
             )
@@ -281,8 +281,8 @@ def _draft(row: DraftRow) -> Draft:
         raise _corrupt(row.id, f"{', '.join(places)} do") from None
 
 
-def _corrupt(draft_id: str, what: str) -> Corrupt:
+def _corrupt(draft_id: str, subject: str) -> Corrupt:
     return Corrupt(
-        f"The draft {draft_id} cannot be read: {what} not fit the schema. It was left as it is.",
+        f"The draft {draft_id} cannot be read: {subject} not fit the schema. It was left as it is.",
         hint="select_environment makes a new one.",
     )

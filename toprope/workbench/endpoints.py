@@ -29,7 +29,7 @@ _URLISH = ("://", "http:", "https:", "www.")
 
 def known_models(settings: OwnerSettings, presets: Sequence[Path]) -> dict[str, dict[str, Endpoint]]:
     """Return the available models by name: a single model, or all models of a preset by their own names."""
-    found: dict[str, dict[str, Endpoint]] = {}
+    by_name: dict[str, dict[str, Endpoint]] = {}
     for preset in list_presets(presets):
         try:
             models = load_preset(preset, presets).models
@@ -37,9 +37,9 @@ def known_models(settings: OwnerSettings, presets: Sequence[Path]) -> dict[str, 
             continue  # a broken preset file; selecting it reports the error
         if models:
             whole = {f"{preset}/{name}": endpoint for name, endpoint in models.items()}
-            found[preset] = whole
-            found |= {name: {name: endpoint} for name, endpoint in whole.items()}
-    return found | {name: {name: endpoint} for name, endpoint in settings.models.items()}
+            by_name[preset] = whole
+            by_name |= {name: {name: endpoint} for name, endpoint in whole.items()}
+    return by_name | {name: {name: endpoint} for name, endpoint in settings.models.items()}
 
 
 def resolve_models(names: Sequence[str], settings: OwnerSettings, presets: Sequence[Path]) -> list[ModelUnderTest]:
@@ -50,7 +50,7 @@ def resolve_models(names: Sequence[str], settings: OwnerSettings, presets: Seque
         NotFound: Unknown name.
     """
     known = known_models(settings, presets)
-    found: dict[str, ModelUnderTest] = {}
+    resolved: dict[str, ModelUnderTest] = {}
     for name in names:
         if any(word in name.lower() for word in _URLISH):
             raise InvalidValue(
@@ -59,20 +59,23 @@ def resolve_models(names: Sequence[str], settings: OwnerSettings, presets: Seque
                 "its base_url, model and the name of its key.",
             )
         if name == BASE:
-            found[name] = ModelUnderTest(name=BASE)
+            resolved[name] = ModelUnderTest(name=BASE)
         elif name in known:
-            found |= {one: ModelUnderTest(name=one, endpoint=endpoint) for one, endpoint in known[name].items()}
-        elif (other := _at_endpoint(name, known)) is not None:
-            found[name] = ModelUnderTest(name=name, endpoint=other)
+            resolved |= {
+                model_name: ModelUnderTest(name=model_name, endpoint=endpoint)
+                for model_name, endpoint in known[name].items()
+            }
+        elif (derived := _at_endpoint(name, known)) is not None:
+            resolved[name] = ModelUnderTest(name=name, endpoint=derived)
         else:
             raise NotFound(
                 f"There is no model {shown(name)}.",
                 hint=f"{nearest(name, [BASE, *known])} {BASE!r} is the draft's own policy; NAME:MODEL is another model "
                 "at the endpoint of a name; the owner adds others under `models` in settings.yaml.",
             )
-    if not 1 <= len(found) <= MOST_MODELS:
-        raise InvalidValue(f"{len(found)} models were asked for.", hint=f"From 1 to {MOST_MODELS} at a time.")
-    return list(found.values())
+    if not 1 <= len(resolved) <= MOST_MODELS:
+        raise InvalidValue(f"{len(resolved)} models were asked for.", hint=f"From 1 to {MOST_MODELS} at a time.")
+    return list(resolved.values())
 
 
 def _at_endpoint(name: str, known: Mapping[str, Mapping[str, Endpoint]]) -> Endpoint | None:
@@ -81,11 +84,11 @@ def _at_endpoint(name: str, known: Mapping[str, Mapping[str, Endpoint]]) -> Endp
     place, _, model = name.partition(":")
     if place not in known or not _MODEL_ID.fullmatch(model):
         return None
-    endpoints = {(one.base_url, one.key) for one in known[place].values()}
+    endpoints = {(endpoint.base_url, endpoint.key) for endpoint in known[place].values()}
     if len(endpoints) != 1:
         return None
     first = next(iter(known[place].values()))
-    same = next((one for one in known[place].values() if one.model == model), None)
+    same = next((endpoint for endpoint in known[place].values() if endpoint.model == model), None)
     return same or Endpoint(base_url=first.base_url, model=model, key=first.key)
 
 
@@ -117,7 +120,7 @@ def resolve_helpers(
     Raises:
         InvalidValue, NotFound: As `resolve_teacher`.
     """
-    found = {}
+    helpers = {}
     for name in helper_names(section):
         models = resolve_models([name], settings, presets)
         if len(models) != 1 or models[0].endpoint is None:
@@ -125,9 +128,9 @@ def resolve_helpers(
                 f"{name!r} is not a single model at an endpoint, as judges and opponents must be.",
                 hint="Name one of the owner's models; environment.opponent can also be base or run:<id>.",
             )
-        found[name] = models[0]
-    require_keys(list(found.values()), settings, file)
-    return found
+        helpers[name] = models[0]
+    require_keys(list(helpers.values()), settings, file)
+    return helpers
 
 
 def require_keys(models: Sequence[ModelUnderTest], settings: OwnerSettings, settings_file: Path) -> None:
@@ -141,7 +144,7 @@ def require_keys(models: Sequence[ModelUnderTest], settings: OwnerSettings, sett
         if model.endpoint is not None and model.endpoint.key and _key(model.endpoint.key, settings, os.environ) is None:
             missing.setdefault(model.endpoint.key, []).append(model.name)
     if missing:
-        names = "; ".join(f"{key} for {', '.join(named)}" for key, named in missing.items())
+        names = "; ".join(f"{key} for {', '.join(model_names)}" for key, model_names in missing.items())
         first = next(iter(missing))
         raise InvalidValue(
             f"A key is missing: {names}. Nothing was sent or started.",
@@ -153,8 +156,8 @@ def require_keys(models: Sequence[ModelUnderTest], settings: OwnerSettings, sett
 def keys_for(models: Sequence[ModelUnderTest], settings: OwnerSettings) -> dict[str, str]:
     """Return the available keys of these models by variable name, for the environment of a process."""
     names = {model.endpoint.key for model in models if model.endpoint is not None and model.endpoint.key}
-    found = {name: _key(name, settings, os.environ) for name in sorted(names)}
-    return {name: key for name, key in found.items() if key is not None}
+    keys = {name: _key(name, settings, os.environ) for name in sorted(names)}
+    return {name: key for name, key in keys.items() if key is not None}
 
 
 def variables_without_models(
@@ -164,10 +167,10 @@ def variables_without_models(
     of_models = {*keys, *settings.variables.get(MODELS, {})}
     for models_of in known_models(settings, presets).values():
         of_models |= {endpoint.key for endpoint in models_of.values() if endpoint.key}
-    given = {component: dict(values) for component, values in settings.variables.items() if component != MODELS}
+    variables = {component: dict(values) for component, values in settings.variables.items() if component != MODELS}
     for name in of_models:
-        given.get("*", {}).pop(name, None)
-    return given
+        variables.get("*", {}).pop(name, None)
+    return variables
 
 
 def variables_for(
@@ -184,11 +187,11 @@ def variables_for(
     models += [specification.teacher] if specification.teacher else []
     models += specification.helpers.values()
     needed = {model.endpoint.key for model in models if model.endpoint is not None and model.endpoint.key}
-    given = variables_without_models(settings, presets, needed)
+    variables = variables_without_models(settings, presets, needed)
     for name in sorted(needed):
         if (value := _key(name, settings, os.environ)) is not None:
-            given.setdefault("environment", {})[f"{ENDPOINT_KEY}{name}"] = value
-    return given
+            variables.setdefault("environment", {})[f"{ENDPOINT_KEY}{name}"] = value
+    return variables
 
 
 def _key(name: str, settings: OwnerSettings, surroundings: Mapping[str, str]) -> str | None:

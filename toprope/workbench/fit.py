@@ -77,21 +77,21 @@ def misfits(
     if tested is not None and tested.policy != config.policy.model:
         tested = None
     demonstrates = config.algorithm.name == "sft"
-    found = [_context(config, tasks, counter), _answer_room(config, tasks, counter)]
+    checked = [_context(config, tasks, counter), _answer_room(config, tasks, counter)]
     if demonstrates:
-        found.append(_sft_rate(config))
+        checked.append(_sft_rate(config))
     else:
-        found += [_unknown_task(config, tasks, tested), _ends(config, tasks, tested), _signal(config, tested)]
-        found += [_rate(config), _time(config, step_s)]
-    kept = [one for one in found if one is not None]
-    if any(one.rule == "unknown_task" for one in kept):  # what a test showed of such a policy follows from it
-        kept = [one for one in kept if one.rule not in ("answers_cut_off", "little_signal")]
+        checked += [_unknown_task(config, tasks, tested), _ends(config, tasks, tested), _signal(config, tested)]
+        checked += [_rate(config), _time(config, step_s)]
+    kept = [misfit for misfit in checked if misfit is not None]
+    if any(misfit.rule == "unknown_task" for misfit in kept):  # what a test showed of such a policy follows from it
+        kept = [misfit for misfit in kept if misfit.rule not in ("answers_cut_off", "little_signal")]
     return kept
 
 
-def warning_lines(found: Sequence[Misfit], most: int = 4) -> list[str]:
+def warning_lines(reasons: Sequence[Misfit], most: int = 4) -> list[str]:
     """Format misfits as lines of an answer."""
-    return [f"Warning ({one.rule}): {one.text}" for one in found[:most]]
+    return [f"Warning ({reason.rule}): {reason.text}" for reason in reasons[:most]]
 
 
 def _recipe(config: Config) -> Recipe | None:
@@ -107,7 +107,9 @@ def _context(config: Config, tasks: TaskSample | None, counter: TokenCounter | N
         longest = max(counter.prompt(prompt) for prompt in tasks.prompts)
         about = "" if counter.exact else "at least "
     else:
-        size = max(sum(len(str(one.get("content") or "").encode()) for one in prompt) for prompt in tasks.prompts)
+        size = max(
+            sum(len(str(message.get("content") or "").encode()) for message in prompt) for prompt in tasks.prompts
+        )
         longest, about = size // _FEW_BYTES_PER_TOKEN, "at least "
     turns = tasks.max_turns if recipe is not None else 1
     needed = longest + turns * answer
@@ -149,15 +151,15 @@ def _unknown_task(config: Config, tasks: TaskSample | None, tested: Baseline | N
     if config.policy.model == "embedded":
         if tasks is None or not tasks.prompts or _knows(tasks, recipe):
             return None
-        what = "The embedded policy knows words to spell and nothing of this task"
+        claim = "The embedded policy knows words to spell and nothing of this task"
     else:
-        what = "The policy embedded-tools is untrained"
+        claim = "The policy embedded-tools is untrained"
     changes = {"algorithm.name": "sft", "sft.learning_rate": _SFT_RATE}
     if tasks is not None and not tasks.references:
-        return Misfit("unknown_task", f"{what}, and there are no reference answers to show it: its reward stays 0.")
+        return Misfit("unknown_task", f"{claim}, and there are no reference answers to show it: its reward stays 0.")
     return Misfit(
         "unknown_task",
-        f"{what}: its reward stays near 0 until supervised fine-tuning has shown it answers.",
+        f"{claim}: its reward stays near 0 until supervised fine-tuning has shown it answers.",
         changes,
         f'Or take preset "{SFT_PRESET}". Then algorithm.name grpo with policy.model "run:<id of that run>".',
     )

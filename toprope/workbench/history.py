@@ -86,9 +86,9 @@ def beside_preset(config: Config, preset: Preset | None, environment: str) -> di
         base = config_of_preset(preset, environment)
     except (InvalidValue, NotFound):
         return {}
-    given = {f"{KNOBS}.{name}" for name in base.environment.knobs}
+    preset_knobs = {f"{KNOBS}.{name}" for name in base.environment.knobs}
     return {
         change.field: [change.before, change.after]
         for change in difference(base, config)
-        if not change.field.startswith(f"{KNOBS}.") or change.field in given
+        if not change.field.startswith(f"{KNOBS}.") or change.field in preset_knobs
     }

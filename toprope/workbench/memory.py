@@ -135,11 +135,11 @@ def fit_here(
 def _memory_here(gpus: int) -> tuple[float | None, float | None]:
     """Free and installed bytes of RAM, the latter with swap, or of the emptiest and the largest GPU."""
     if not gpus:
-        found = psutil.virtual_memory()
-        return float(found.available), float(found.total + psutil.swap_memory().total)
-    asked = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+        memory = psutil.virtual_memory()
+        return float(memory.available), float(memory.total + psutil.swap_memory().total)
+    command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         free, whole = zip(*(map(float, line.split(",")) for line in done.stdout.splitlines()), strict=True)
         return max(free) * 2**20, max(whole) * 2**20
     except (OSError, ValueError, subprocess.SubprocessError):
@@ -327,12 +327,12 @@ def fit(config: Config, shape: ModelShape, available: float | None, *, prompt: i
         trainer.parts.get("weights", 0.0),
         sampler.parts.get("weights", 0.0) / max(1, config.launcher.inference_gpus),
     )
-    total = _together(config, trainer, sampler, gpus > 0)
-    found = Fit(trainer, sampler, total, available, gpus, sure, shape.measured, weights=max(held))
-    return replace(found, mends=_mends(config, shape, found, prompt, gpus)) if found.fits is False else found
+    total = _total(config, trainer, sampler, gpus > 0)
+    result = Fit(trainer, sampler, total, available, gpus, sure, shape.measured, weights=max(held))
+    return replace(result, mends=_mends(config, shape, result, prompt, gpus)) if result.fits is False else result
 
 
-def _together(config: Config, trainer: Memory, sampler: Memory, gpu: bool) -> float:
+def _total(config: Config, trainer: Memory, sampler: Memory, gpu: bool) -> float:
     if not gpu:
         return config.launcher.num_processes * trainer.total + sampler.total
     if apart := config.launcher.inference_gpus:
@@ -374,12 +374,12 @@ def _mends(
         more = config.launcher.inference_gpus + 1
         tried.insert(0, ("a GPU for the sampler", {**apart, "launcher.inference_gpus": more}))
         tried.insert(1, ("twice as many GPUs for the trainer", {"launcher.num_processes": 2 * processes}))
-    found = []
+    better = []
     for words, changes in tried:
-        other = _with(config, changes)
-        peaks = estimate(other, shape, prompt=prompt, gpu=gpus > 0, available=now.available)
-        total = _together(other, *peaks, gpus > 0)
-        if total < now.total and set(other.conflicts()) <= set(config.conflicts()):
-            found.append((words, changes, total))
-    enough = [one for one in found if now.available is not None and one[2] <= now.available]
-    return tuple(enough[:3] or sorted(found, key=lambda one: one[2])[:2])
+        changed = _with(config, changes)
+        peaks = estimate(changed, shape, prompt=prompt, gpu=gpus > 0, available=now.available)
+        total = _total(changed, *peaks, gpus > 0)
+        if total < now.total and set(changed.conflicts()) <= set(config.conflicts()):
+            better.append((words, changes, total))
+    enough = [mend for mend in better if now.available is not None and mend[2] <= now.available]
+    return tuple(enough[:3] or sorted(better, key=lambda mend: mend[2])[:2])

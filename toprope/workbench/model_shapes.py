@@ -84,10 +84,10 @@ def shape_of(policy: PolicySection, variables: Mapping[str, str] | None = None) 
     try:
         if (folder := Path(model).expanduser()).is_dir():
             return read_shape(folder) or f"{model} has no config.json that can be read, or it lacks sizes"
-        named = hub_id(model)
+        repository = hub_id(model)
     except (OSError, RuntimeError):  # too long for a path; ~ of nobody
-        named = ""
-    if not named:
+        repository = ""
+    if not repository:
         return f"{clip(model, 120)} is neither a folder nor an id of the Hub"
     folders = sorted((hub_cache(variables) / f"models--{model.replace('/', '--')}" / "snapshots").glob("*"))
     here = next((shape for folder in reversed(folders) if (shape := read_shape(folder)) is not None), None)
@@ -95,11 +95,11 @@ def shape_of(policy: PolicySection, variables: Mapping[str, str] | None = None) 
         return here
     if variables is None:
         return here or f"{model} is not on this machine"
-    given = tuple(sorted(variables.items()))
-    told = json.loads(_ask_hub(model, policy.revision or "", given, int(time.monotonic() / _ASK_AGAIN_S)))
-    if "problem" in told:
-        return here or f"{model} is not on this machine, and {told['problem']}"
-    return ModelShape.of(told["config"], told["parameters"]) or f"the config.json of {model} lacks sizes"
+    sorted_variables = tuple(sorted(variables.items()))
+    reply = json.loads(_ask_hub(model, policy.revision or "", sorted_variables, int(time.monotonic() / _ASK_AGAIN_S)))
+    if "problem" in reply:
+        return here or f"{model} is not on this machine, and {reply['problem']}"
+    return ModelShape.of(reply["config"], reply["parameters"]) or f"the config.json of {model} lacks sizes"
 
 
 def read_shape(folder: Path) -> ModelShape | None:
@@ -111,8 +111,8 @@ def read_shape(folder: Path) -> ModelShape | None:
         config = json.loads((folder / "config.json").read_bytes())
         files = sorted(folder.glob("*.safetensors"))
         index = folder / "model.safetensors.index.json"
-        named = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ()
-        if not {*named} <= {one.name for one in files}:
+        shards = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ()
+        if not {*shards} <= {file.name for file in files}:
             files = []  # a part of a download
         counted = sum(_values(path) for path in files) if files else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error):
@@ -126,10 +126,10 @@ def _ask_hub(model: str, revision: str, variables: tuple[tuple[str, str], ...], 
     command = [sys.executable, "-P", "-m", "toprope.training.policy.preflight", model, revision]
     try:
         with tempfile.TemporaryDirectory() as place:
-            asked = subprocess.run(
+            finished = subprocess.run(
                 [*command, place], env=dict(variables), stdin=subprocess.DEVNULL, capture_output=True, timeout=_HUB_S
             )
-        return json.dumps(json.loads(asked.stdout.splitlines()[-1]))
+        return json.dumps(json.loads(finished.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return json.dumps({"problem": f"the Hub did not answer within {_HUB_S:.0f} s"})
     except (OSError, ValueError, IndexError):

@@ -46,7 +46,7 @@ def reserve_paid_calls(
     with ledger_lock(home.ensure().runs):
         frozen = reserve_calls(models, limits, home.runs, name)
         cap = frozen.caps.get("cost_usd")
-        if not all(one.prompt_usd == 0 and one.completion_usd == 0 for one in models.values()):
+        if not all(endpoint.prompt_usd == 0 and endpoint.completion_usd == 0 for endpoint in models.values()):
             _require_approval(home, content, text, ", ".join(models), None if cap is None else cap.value)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         spent = sum(read_spending(folder / SPENDING).values())

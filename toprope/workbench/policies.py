@@ -38,7 +38,7 @@ _COPIES = {"merged": 1.5, "adapter": 1.5, "gguf": 4.0}
 
 def policy_order(
     home: Home,
-    named: str,
+    policy_name: str,
     form: str = "merged",
     *,
     dtype: str = DTYPES[0],
@@ -50,7 +50,7 @@ def policy_order(
     """Make the order of a policy's export.
 
     Args:
-        named: A run, for its newest sound checkpoint, or `RUN@STEP`.
+        policy_name: A run, for its newest sound checkpoint, or `RUN@STEP`.
         form: One of FORMS.
         dtype: Number format of merged weights, one of DTYPES.
         target: The folder; below the home's exports if None.
@@ -76,20 +76,20 @@ def policy_order(
         )
     if repository and not _REPOSITORY.fullmatch(repository):
         raise InvalidValue(f"{shown(repository)} is not a repository.", hint="It has the form account/name.")
-    run_id, step = split_step(named)
+    run_id, step = split_step(policy_name)
     folder = RunFolder.open(home.runs, run_id)
-    found = checkpoint_of(folder, step)
-    model = found.path / "model"
+    checkpoint = checkpoint_of(folder, step)
+    model = checkpoint.path / "model"
     adapters = (model / "adapter_config.json").is_file()
     if not model.is_dir():
         raise NotPossibleNow(
-            f"Step {found.step} of {run_id} holds no model: its trainer keeps weights in a form of its own.",
+            f"Step {checkpoint.step} of {run_id} holds no model: its trainer keeps weights in a form of its own.",
             hint="Export a run of another trainer.",
         )
     if (model / FILE).is_file():
-        where = HostedPolicy.read(model).sampler
+        address = HostedPolicy.read(model).sampler
         raise NotPossibleNow(
-            f"The weights of {run_id} are at the service that trained them, at {where}; nothing was exported.",
+            f"The weights of {run_id} are at the service that trained them, at {address}; nothing was exported.",
             hint=f"{folder.path / WEIGHTS} has the adapters of a completed run, in the form of Hugging Face.",
         )
     if form == "adapter" and not adapters:
@@ -99,23 +99,23 @@ def policy_order(
     require("An export of a policy", *TRAINING)
     if form == "adapter" and dtype != DTYPES[0]:
         raise InvalidValue("Adapters are exported as they were saved.", hint="dtype is for the other forms.")
-    exported = _exported(home, folder, found, form)
-    origin = _origin(exported, found, form, dtype)
+    exported = _describe_export(home, folder, checkpoint, form)
+    origin = _origin_of(exported, checkpoint, form, dtype)
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:8]
-    place = target or home.exports / f"{run_id}-step-{found.step:06d}-{form}-{digest}"
+    place = target or home.exports / f"{run_id}-step-{checkpoint.step:06d}-{form}-{digest}"
     _require_room(model, place, form)
     order = PolicyExport(
-        checkpoint=str(found.path),
+        checkpoint=str(checkpoint.path),
         form=form,
         dtype=dtype,
         base=hub_id(root_model(exported)),
         revision=exported.began.revision if exported.began is not None else None,
-        converter=_converter(settings) if form == "gguf" else [],
+        converter=_converter_command(settings) if form == "gguf" else [],
         card=model_card(exported),
         origin=origin,
         repository=repository,
         private=private,
-        message=f"Policy of {run_id} at step {found.step}",
+        message=f"Policy of {run_id} at step {checkpoint.step}",
         warnings=[warning] if (warning := quantization_warning(exported)) else [],
     )
     keys = _keys(settings) if repository else {}
@@ -136,9 +136,9 @@ def _require_public_base(model: Path, runs: Path) -> None:
         )
 
 
-def _exported(home: Home, folder: RunFolder, found: Checkpoint, form: str) -> Exported:
+def _describe_export(home: Home, folder: RunFolder, checkpoint: Checkpoint, form: str) -> Exported:
     specification, status = Specification.read(folder), Status.read(folder)
-    state = read_json(found.path / "state.json")
+    state = read_json(checkpoint.path / "state.json")
     lineage: dict[str, Any] = {}
     if specification.dataset is not None:
         try:
@@ -146,7 +146,7 @@ def _exported(home: Home, folder: RunFolder, found: Checkpoint, form: str) -> Ex
         except (NotFound, Corrupt):
             lineage = {}  # deleted since: the specification still has its digest
     manifest, ancestors = Manifest.read(folder), lineage_of(folder, specification.config.policy.model)
-    first = next((str(one["run"]) for one in reversed(ancestors) if "run" in one), folder.run_id)
+    first = next((str(ancestor["run"]) for ancestor in reversed(ancestors) if "run" in ancestor), folder.run_id)
     try:
         began = Manifest.read(RunFolder(home.runs / first))
     except Corrupt:
@@ -155,8 +155,8 @@ def _exported(home: Home, folder: RunFolder, found: Checkpoint, form: str) -> Ex
         results=gather(folder, specification, status),
         specification=specification,
         manifest=manifest,
-        step=found.step,
-        policy_version=int(state.get("policy_version", found.step)),
+        step=checkpoint.step,
+        policy_version=int(state.get("policy_version", checkpoint.step)),
         form=form,
         ancestors=ancestors,
         dataset=lineage,
@@ -164,12 +164,12 @@ def _exported(home: Home, folder: RunFolder, found: Checkpoint, form: str) -> Ex
     )
 
 
-def _origin(exported: Exported, found: Checkpoint, form: str, dtype: str) -> dict[str, Any]:
-    sealed = found.path / MANIFEST
-    measured = [one.model_dump() for one in exported.results.standard]
+def _origin_of(exported: Exported, checkpoint: Checkpoint, form: str, dtype: str) -> dict[str, Any]:
+    sealed = checkpoint.path / MANIFEST
+    measured = [score.model_dump() for score in exported.results.standard]
     return {
         "run": exported.results.run_id,
-        "step": found.step,
+        "step": checkpoint.step,
         "form": form,
         "dtype": dtype,
         "checkpoint_sha256": hashlib.sha256(sealed.read_bytes()).hexdigest() if sealed.is_file() else "",
@@ -181,18 +181,18 @@ def _origin(exported: Exported, found: Checkpoint, form: str, dtype: str) -> dic
     }
 
 
-def _converter(settings: OwnerSettings) -> list[str]:
+def _converter_command(settings: OwnerSettings) -> list[str]:
     folder = Path(settings.data.llama_cpp).expanduser() if settings.data.llama_cpp else None
     file = shutil.which(CONVERTER) if folder is None else str(folder / CONVERTER)
     if file is None or not Path(file).is_file():
-        where = f"{folder} has no {CONVERTER}" if folder else f"there is no {CONVERTER} on the PATH"
+        problem = f"{folder} has no {CONVERTER}" if folder else f"there is no {CONVERTER} on the PATH"
         raise InvalidValue(
-            f"GGUF files are made by llama.cpp's converter, and {where}. Nothing was started.",
+            f"GGUF files are made by llama.cpp's converter, and {problem}. Nothing was started.",
             hint="The owner names the folder of llama.cpp as data.llama_cpp in settings.yaml; form merged needs none.",
         )
-    own = Path(file).parent / ".venv" / "bin" / "python"
+    venv_python = Path(file).parent / ".venv" / "bin" / "python"
     # Not with -P: the script imports packages from its own folder.
-    return [str(own) if own.is_file() else sys.executable, file] if folder else [file]
+    return [str(venv_python) if venv_python.is_file() else sys.executable, file] if folder else [file]
 
 
 def _keys(settings: OwnerSettings) -> dict[str, str]:

@@ -89,16 +89,16 @@ class Rewriter:
         # A client belongs to one event loop, and a search may have several.
         teacher = EndpointTeacher(self._endpoint, self._key, self._temperature, self._max_new_tokens, self._purse)
         try:
-            said = await teacher.ask(
+            answer = await teacher.ask(
                 [{"role": "system", "content": self._instruction}, {"role": "user", "content": text}]
             )
         except TryAgain as error:
             raise ComponentFailed(str(error)) from None
         finally:
             await teacher.close()
-        if not said.strip():
+        if not answer.strip():
             raise ComponentFailed(f"{self._model} answered without a text.", hint="Allow it more max_new_tokens.")
-        return said.strip()
+        return answer.strip()
 
     def close(self) -> None:
         """Free what is reserved and not spent."""

@@ -42,7 +42,7 @@ class TokenCounter:
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> int:
         """Return the tokens of a conversation up to the start of its answer."""
-        return sum(self._message + self.text(str(one.get("content") or "")) for one in messages) + self._prompt
+        return sum(self._message + self.text(str(message.get("content") or "")) for message in messages) + self._prompt
 
 
 def counter_of(model: str, runs: Path | None = None) -> TokenCounter | None:
@@ -63,16 +63,16 @@ def counter_of(model: str, runs: Path | None = None) -> TokenCounter | None:
     folders = [Path(base).expanduser()] if base else []
     folders += sorted((hub_cache() / f"models--{base.replace('/', '--')}" / "snapshots").glob("*"), reverse=True)
     for folder in folders:
-        if (counted := _read(folder / "tokenizer.json")) is not None:
+        if (counted := _load_counter(folder / "tokenizer.json")) is not None:
             return TokenCounter(model, counted)
     return None
 
 
 def hub_cache(variables: Mapping[str, str] | None = None) -> Path:
     """Return the folder in which the Hub's client keeps downloads, by these variables or this process's own."""
-    given = os.environ if variables is None else variables
-    home = given.get("HF_HOME") or Path(given.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(given.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    environ = os.environ if variables is None else variables
+    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 
 
 def _embedded(text: str, recipe: Recipe) -> int:
@@ -83,7 +83,7 @@ def _embedded(text: str, recipe: Recipe) -> int:
     return phrases + len(text.encode())
 
 
-def _read(path: Path) -> Callable[[str], int] | None:
+def _load_counter(path: Path) -> Callable[[str], int] | None:
     """Return a function that counts with a tokenizer's file; None if it is not there or cannot be read."""
     if not path.is_file():
         return None

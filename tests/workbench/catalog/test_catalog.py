@@ -267,6 +267,7 @@ def test_shipped_folder_holds_the_template() -> None:
         ),
         ("Run `pip install -U 'camel-ai[tools]'` first", "asks for «camel-ai[tools]»."),
         ("No module named 'camel.toolkits'", "asks for the package of camel.toolkits."),
+        ("No module named 'src.eval'", "imports src, as many projects name a folder of their own"),
         (
             "No module named 'games.text'; the installed games 0.1.14 lacks it",
             "another version of games than 0.1.14. If the owner agrees, they repeat its toprope env add with "

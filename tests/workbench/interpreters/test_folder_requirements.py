@@ -42,7 +42,7 @@ def test_folder_of_tasks_is_added_without_what_cannot_be_installed(
         return "placed"
 
     monkeypatch.setattr(here, "place", place)
-    assert here._placed(Order(str(tmp_path)), target, said.append)[1] == "placed"
+    assert here._place_or_fall_back(Order(str(tmp_path)), target, said.append)[1] == "placed"
     assert placed == [("six", "pytest", "no-wheel"), ("six",)] and "pytest, no-wheel" in said[0]
     with pytest.raises(EnvironmentFailed):
-        made(home)._placed(Order(str(tmp_path)), target, said.append)
+        made(home)._place_or_fall_back(Order(str(tmp_path)), target, said.append)

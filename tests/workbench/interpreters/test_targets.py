@@ -311,7 +311,7 @@ def test_project_that_cannot_be_built_runs_from_its_files(
         return "placed"
 
     monkeypatch.setattr(here, "place", place)
-    assert here._placed(Order(str(project)), target, lambda text: None) == (apart, "placed")
+    assert here._place_or_fall_back(Order(str(project)), target, lambda text: None) == (apart, "placed")
     assert placed == [(str(project),), apart.requirements]
 
 

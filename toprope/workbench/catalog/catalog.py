@@ -57,7 +57,7 @@ class Catalog:
         tools: Mapping[str, Any] | None = None,
         registry: Registry | None = None,
     ) -> None:
-        own = self._own = own_folders(folders, ENVIRONMENTS)
+        own_places = self._own = own_folders(folders, ENVIRONMENTS)
         data = [Path(folder).expanduser().absolute() for folder in datasets]
         self._registry = registry
         self._adapters_found: list[Adapter] | None = None
@@ -65,12 +65,12 @@ class Catalog:
         reader = self._reader = FileReader(self._adapters)
         self._sources: list[Source] = [
             FolderSource(ENVIRONMENTS, "shipped", reader, self.interpreters),
-            *(FolderSource(folder, "folder", reader, self.interpreters) for folder in own),
-            DatasetSource(own, data),
-            TargetSource(own, self._adapters, self.interpreters),
+            *(FolderSource(folder, "folder", reader, self.interpreters) for folder in own_places),
+            DatasetSource(own_places, data),
+            TargetSource(own_places, self._adapters, self.interpreters),
             OrchestratorSource(data, tools or {}),
             RegisteredSource(self._added, self._adapters, self.interpreters, reader),
-            SubfolderSource(own, reader, self.interpreters, self._apart),
+            SubfolderSource(own_places, reader, self.interpreters, self._separate_places),
             ReasoningGymSource(self.interpreters),
             InstalledSource(self._adapters, self.interpreters),
         ]
@@ -92,15 +92,15 @@ class Catalog:
 
         Changed files are read again. Files in subfolders get the names that no other source has.
         """
-        found: dict[Source, list[Entry]] = {}
+        by_source: dict[Source, list[Entry]] = {}
         names = Names()
-        for source in sorted(self._sources, key=lambda one: isinstance(one, SubfolderSource)):
+        for source in sorted(self._sources, key=lambda candidate: isinstance(candidate, SubfolderSource)):
             try:
-                found[source] = source.entries(names)
+                by_source[source] = source.entries(names)
             except Exception as error:  # A broken source must not hide the others.
                 problem = f"This source cannot be listed: {type(error).__name__}: {error}"
-                found[source] = [broken(source.kind, problem, source.kind)]
-        return [_sayable(entry) for source in self._sources for entry in found[source]]
+                by_source[source] = [broken(source.kind, problem, source.kind)]
+        return [_clean(entry) for source in self._sources for entry in by_source[source]]
 
     def search(self, query: str = "") -> list[Entry]:
         """Return the entries that a query finds, all of them if it is empty. See `search.search`."""
@@ -113,9 +113,9 @@ class Catalog:
             NotFound: Unknown name; the message names the three nearest.
         """
         entries = self.entries()
-        named = [entry for entry in entries if entry.name == name]
-        if named:
-            return next((entry for entry in named if entry.usable), named[0])
+        matches = [entry for entry in entries if entry.name == name]
+        if matches:
+            return next((entry for entry in matches if entry.usable), matches[0])
         close = _nearest(name, [entry.name for entry in entries])
         hint = f"The nearest: {', '.join(close)}." if close else ""
         raise NotFound(f"There is no environment {shown(name)}.", hint=f"{hint} list_environments shows all.".strip())
@@ -147,12 +147,13 @@ class Catalog:
         """Return the environments in a file at any path."""
         return FolderSource(file, "file", self._reader, self.interpreters)
 
-    def _apart(self) -> set[Path]:
+    def _separate_places(self) -> set[Path]:
         """Return the folders and files that have a source of their own, without links in their paths."""
-        found = [str(place) for place in (*self._own, ENVIRONMENTS)]
+        places = [str(place) for place in (*self._own, ENVIRONMENTS)]
         with contextlib.suppress(TopropeError):  # The source `registered` reports the broken file.
-            found += [one.path or one.given for one in self._added().values()]  # a project's path is what was given
-        return {Path(os.path.realpath(place)) for place in found if os.path.isabs(place)}
+            # A project's path is what was given.
+            places += [addition.path or addition.given for addition in self._added().values()]
+        return {Path(os.path.realpath(place)) for place in places if os.path.isabs(place)}
 
     def _added(self) -> dict[str, Added]:
         return self._registry.read() if self._registry is not None else {}
@@ -163,7 +164,7 @@ class Catalog:
         return self._adapters_found
 
 
-def _sayable(entry: Entry) -> Entry:
+def _clean(entry: Entry) -> Entry:
     """Clean an entry for display: file names and package texts are untrusted."""
     name, description, problem = _line(entry.name, 160), _line(entry.description, 1000), _line(entry.problem, 1000)
     if (name, description, problem) == (entry.name, entry.description, entry.problem):

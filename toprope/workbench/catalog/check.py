@@ -138,7 +138,7 @@ class _Check:
         self._printed = _Count()
         self._folder: str | None = None
         self._trial = Trial(
-            lambda: self._opened(_HASH_SEED, tried=True),
+            lambda: self._open_worker(_HASH_SEED, tried=True),
             call_timeout_s=self._options.call_timeout_s,
             until=self._until,
             busy=_busy,
@@ -149,29 +149,29 @@ class _Check:
         """Start a worker and open the environment; raises WorkerFailure if it does not load."""
         self._folder = folder
         form, trial, seen = self._form, self._trial, self.seen
-        beside: asyncio.Task[EnvironmentWorker] | None = None
+        opening: asyncio.Task[EnvironmentWorker] | None = None
         try:
             await trial.open()
             self._until = trial.until = time.monotonic() + self._seconds
             await trial.look(limit=form.survey, seconds=form.survey_s, listed=form.listed)
             if self._room_for_another():
-                beside = asyncio.create_task(self._opened(_OTHER_HASH_SEED))
+                opening = asyncio.create_task(self._open_worker(_OTHER_HASH_SEED))
             printed = self._printed.bytes
             await trial.try_answers(form.tried, full=full)
             seen.printed_bytes = self._printed.bytes - printed
             await self._repeat()
             await self._end()
-            if beside is None:
+            if opening is None:
                 seen.skipped.append("another process: loading takes too long")
             elif seen.splits.get("train") and seen.splits["train"].tasks:
-                await self._compare(beside)
+                await self._compare(opening)
         finally:
             if trial.link is not None:
                 await asyncio.shield(trial.link.close(0))
-            if beside is not None:
-                await asyncio.shield(_closed(beside))
+            if opening is not None:
+                await asyncio.shield(_close_opening(opening))
 
-    async def _opened(self, hash_seed: str, *, tried: bool = False) -> EnvironmentWorker:
+    async def _open_worker(self, hash_seed: str, *, tried: bool = False) -> EnvironmentWorker:
         began = time.monotonic()
         mark = self._mark
         if not tried:
@@ -180,7 +180,7 @@ class _Check:
         link = await self._options.start(self._entry, variables, self._folder, self._printed)
         try:
             started = time.monotonic()
-            rewards = [one.model_dump() for one in self._entry.environment.rewards]
+            rewards = [reward.model_dump() for reward in self._entry.environment.rewards]
             card = await self._options.open(link, self._entry, max_turns=self._max_turns, rewards=rewards)
         except BaseException:
             await asyncio.shield(link.close(0))
@@ -196,7 +196,7 @@ class _Check:
     async def _repeat(self) -> None:
         """Score the same answers repeatedly and measure growth of memory and processes."""
         link, form, seen = self._trial.link, self._form, self.seen
-        if link is None or not link.alive or not seen.tried or any(one.hung for one in seen.ended):
+        if link is None or not link.alive or not seen.tried or any(ended.hung for ended in seen.ended):
             return
         answers = [JUNK, ""]
         before, children_before = await asyncio.to_thread(_measure, link.pid)
@@ -226,43 +226,45 @@ class _Check:
         self.seen.left_files = await asyncio.to_thread(_names, self._folder)
         self.seen.left_processes = len(await asyncio.to_thread(marked, self._mark))
 
-    async def _compare(self, beside: asyncio.Task[EnvironmentWorker]) -> None:
+    async def _compare(self, opening: asyncio.Task[EnvironmentWorker]) -> None:
         seen = self.seen
         try:
-            second = await beside
+            second = await opening
         except WorkerFailure as failure:
             seen.again.append(Again(_OTHER_HASH_SEED, 1, 1, first=f"It does not load there: {failure}"[:200]))
             return
-        again = await self._held_against(second, _OTHER_HASH_SEED)
+        again = await self._compare_with(second, _OTHER_HASH_SEED)
         seen.again.append(again)
         if (again.other_tasks or again.other_scores) and self._room_for_another():
-            third = await self._opened(_HASH_SEED)
+            third = await self._open_worker(_HASH_SEED)
             try:
-                seen.again.append(await self._held_against(third, _HASH_SEED))
+                seen.again.append(await self._compare_with(third, _HASH_SEED))
             finally:
                 await asyncio.shield(third.close(0))
 
-    async def _held_against(self, link: EnvironmentWorker, hash_seed: str) -> Again:
+    async def _compare_with(self, link: EnvironmentWorker, hash_seed: str) -> Again:
         form, seen = self._form, self.seen
         differ, total, first = 0, 0, ""
         for split, count in (("train", form.compared), ("validation", form.compared // 4), ("heldout", 4)):
-            known = seen.splits[split].tasks[:count] if split in seen.splits else ()
-            if not known or (split != "train" and time.monotonic() > self._until):
+            tasks = seen.splits[split].tasks[:count] if split in seen.splits else ()
+            if not tasks or (split != "train" and time.monotonic() > self._until):
                 continue
             try:
                 page = await link.tasks(
-                    split, 0, len(known), timeout=self._options.call_timeout_s + self._options.load_timeout_s
+                    split, 0, len(tasks), timeout=self._options.call_timeout_s + self._options.load_timeout_s
                 )
             except WorkerFailure as failure:
                 return Again(hash_seed, total + 1, differ + 1, first=f"Making tasks fails there: {failure}"[:200])
-            found = tasks_of([asdict(task) for task in page.tasks])
-            total += len(known)
-            pairs = [(one, found[place] if place < len(found) else None) for place, one in enumerate(known)]
-            wrong = [place for place, (one, other) in enumerate(pairs) if one != other]
+            other_tasks = tasks_of([asdict(task) for task in page.tasks])
+            total += len(tasks)
+            pairs = [
+                (task, other_tasks[place] if place < len(other_tasks) else None) for place, task in enumerate(tasks)
+            ]
+            wrong = [place for place, (task, other) in enumerate(pairs) if task != other]
             differ += len(wrong)
             if wrong and not first:
-                what = f": {_difference(*pairs[wrong[0]])}" if split != "heldout" else ""
-                first = f"The first is number {wrong[0]} of {split}{what}"
+                difference = f": {_difference(*pairs[wrong[0]])}" if split != "heldout" else ""
+                first = f"The first is number {wrong[0]} of {split}{difference}"
         if differ:
             return Again(hash_seed, total, differ, first=first)
         here = {
@@ -270,18 +272,18 @@ class _Check:
             for score in seen.scores
             if score.again is None or abs(score.again - score.reward) < 1e-9
         }
-        other = Trial(_never, call_timeout_s=self._options.call_timeout_s, until=self._until)
-        other.link, other.seen = link, replace(seen, scores=[], ended=[], skipped=[])
-        there = await other.rewards_of(form.scored_again, [*_AGAIN_KINDS, *WORTHLESS[:2]])
+        trial = Trial(_never, call_timeout_s=self._options.call_timeout_s, until=self._until)
+        trial.link, trial.seen = link, replace(seen, scores=[], ended=[], skipped=[])
+        there = await trial.rewards_of(form.scored_again, [*_AGAIN_KINDS, *WORTHLESS[:2]])
         both = [key for key in there if key in here]
-        wrong_scores = [key for key in both if not _same(here[key], there[key])]
+        wrong_scores = [key for key in both if not _is_same(here[key], there[key])]
         if wrong_scores:
             task, kind = wrong_scores[0]
             first = f"The {kind} answer to task {task}: {here[task, kind]} here, {there[task, kind]} there."
         return Again(hash_seed, total, 0, len(both), len(wrong_scores), first)
 
 
-async def _closed(opening: asyncio.Task[EnvironmentWorker]) -> None:
+async def _close_opening(opening: asyncio.Task[EnvironmentWorker]) -> None:
     """End a worker that may still be loading."""
     opening.cancel()
     try:
@@ -295,21 +297,21 @@ async def _never() -> EnvironmentWorker:
     raise WorkerFailure("the other process ended")
 
 
-def _same(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return abs(one - other) < 1e-9
+def _is_same(reward: float | None, other: float | None) -> bool:
+    if reward is None or other is None:
+        return reward is other
+    return abs(reward - other) < 1e-9
 
 
-def _difference(one: Any, other: Any) -> str:
+def _difference(task: Any, other: Any) -> str:
     """Describe the first difference between two tasks with short excerpts."""
     if other is None:
         return "it is missing."
-    if one.prompt == other.prompt:
-        return f"the same prompt has the right answers {one.reference!r:.60} and {other.reference!r:.60}."
-    at = next((place for place, (a, b) in enumerate(zip(one.prompt, other.prompt, strict=False)) if a != b), 0)
+    if task.prompt == other.prompt:
+        return f"the same prompt has the right answers {task.reference!r:.60} and {other.reference!r:.60}."
+    at = next((place for place, (a, b) in enumerate(zip(task.prompt, other.prompt, strict=False)) if a != b), 0)
     start = max(0, at - 20)
-    return f"{one.prompt[start : at + 20]!r} here, {other.prompt[start : at + 20]!r} there."
+    return f"{task.prompt[start : at + 20]!r} here, {other.prompt[start : at + 20]!r} there."
 
 
 def _names(folder: str | None) -> tuple[str, ...]:

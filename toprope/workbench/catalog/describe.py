@@ -66,6 +66,8 @@ _OTHER_VERSION = re.compile(r"; the installed (?P<package>[\w.-]+) (?P<version>\
 _LACKS = re.compile(
     r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
 )
+_PLAIN_MODULES = frozenset("common config core data helpers lib main models scripts src tests utils".split())
+"""Names of modules that are no package's: who installs what an index has under them runs code of strangers."""
 
 
 @dataclass(frozen=True)
@@ -179,27 +181,27 @@ class Describer:
         """
         require_usable(entry)
         depends = {name: value for name, value in asdict(options).items() if not name.endswith("_timeout_s")}
-        asked = question(entry.environment.model_dump(), self._shipped, examples=examples, **depends)
-        return await self._described.get(asked, lambda: self._ask(entry, options, examples))
+        key = question(entry.environment.model_dump(), self._shipped, examples=examples, **depends)
+        return await self._described.get(key, lambda: self._describe_in_worker(entry, options, examples))
 
-    async def _ask(self, entry: Entry, options: WorkerOptions, examples: int) -> Description:
+    async def _describe_in_worker(self, entry: Entry, options: WorkerOptions, examples: int) -> Description:
         link: EnvironmentWorker | None = None
         mark, folder = new_mark(), _folder()
         grace = 0.0  # Only a worker that answered everything gets time to end by itself.
         try:
             link = await options.start(entry, {MARK: mark}, folder)
-            rights = [said] if (said := missing_wall(link.enclosure)) else []
+            rights = [missing] if (missing := missing_wall(link.enclosure)) else []
             if entry.environment.file and (above := folders_above(entry.environment.file, options.walls.closed)):
                 rights.append(f"Its code can read all of {', '.join(above)}, because its file imports from there.")
             started = time.monotonic()
             card = await options.open(link, entry)
             loaded = time.monotonic()
-            shown: tuple[Example, ...] = ()
+            scored: tuple[Example, ...] = ()
             sizes: dict[str, SplitSize] = {}
             refused, score_s = "", None
             if examples:
                 try:
-                    shown, score_s = await _examples(link, examples, options)
+                    scored, score_s = await _examples(link, examples, options)
                     limit = options.call_timeout_s + _SURVEY_SECONDS
                     sizes = await link.survey(_SURVEY_TASKS, _SURVEY_SECONDS, timeout=limit)
                 except WorkerError as failure:
@@ -223,9 +225,9 @@ class Describer:
         return Description(
             entry=entry,
             card=card,
-            examples=shown,
+            examples=scored,
             splits=sizes,
-            remarks=(*rights, *((refused,) if refused else _remarks(card, shown, sizes) if examples else ())),
+            remarks=(*rights, *((refused,) if refused else _remarks(card, scored, sizes) if examples else ())),
             load_seconds=loaded - started,
             score_seconds=score_s,
             memory_mb=memory_mb,
@@ -314,12 +316,12 @@ def _remarks(card: Card, examples: Sequence[Example], sizes: Mapping[str, SplitS
 
 def failed(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidValue:
     """Convert a worker's failure into an EnvironmentFailed or InvalidValue; its text is untrusted."""
-    told = _told(entry, failure)
-    told.message = visible(told.message)
-    return told
+    error = _error_of(entry, failure)
+    error.message = visible(error.message)
+    return error
 
 
-def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidValue:
+def _error_of(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidValue:
     if isinstance(failure, WorkerError):
         if failure.kind == "invalid":
             hint = "Its settings are given as knobs: select_environment, describe_environment and check_environment "
@@ -340,10 +342,10 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
             raised, hint="Fix the environment's code." if entry.ecosystem == "toprope" else _FOREIGN
         )
     if isinstance(failure, WorkerTimeout):
-        own = "Look for an endless loop, a download, or slow task generation."
+        ours = "Look for an endless loop, a download, or slow task generation."
         longer = "" if _OF_ROLLOUT.search(str(failure)) else "; environment.load_timeout_s gives it longer"
         theirs = f"It may wait for a download or a server{longer}. {_FOREIGN}"
-        hint = own if entry.ecosystem == "toprope" else theirs
+        hint = ours if entry.ecosystem == "toprope" else theirs
         words = failure.stderr.rpartition("\n")[2].strip()
         printed = f" It printed last: {marked(words, _LONGEST)}" if words else ""
         return EnvironmentFailed(f"{entry.name} hangs or is slow. {failure}{printed}", hint=hint)
@@ -366,16 +368,22 @@ def _cure(entry: Entry, failure: WorkerError) -> str:
             "from there. Load it once where that host can be reached, with HF_HOME or a folder that this machine "
             "reads, name data of your own by its knobs, set environment.network: allow, or choose another environment."
         )
-    if other := _OTHER_VERSION.search(text):
-        package, version = named(other["package"]), named(other["version"])
+    if match := _OTHER_VERSION.search(text):
+        package, version = named(match["package"]), named(match["version"])
         return (
             f"It was written for another version of {package} than {version}. If the owner agrees, they repeat its "
             f"toprope env add with --requirement '{package}==VERSION', a version of its time."
         )
     if _IMPORT.search(f"{failure.type}: {text}") and (lacks := _LACKS.search(text)):
-        what = named(lacks["package"]) if lacks["package"] else f"the package of {named(lacks['module'])}"
+        root = (lacks["module"] or "").partition(".")[0]
+        if root in _PLAIN_MODULES:
+            return (
+                f"It imports {root}, as many projects name a folder of their own: it is played with the whole project. "
+                "The owner gives toprope env add that folder, and with --requirement a project that its page names."
+            )
+        package = named(lacks["package"]) if lacks["package"] else f"the package of {named(lacks['module'])}"
         return (
-            f"Its text asks for {what}. If the owner agrees, they repeat its toprope env add with --requirement and "
+            f"Its text asks for {package}. If the owner agrees, they repeat its toprope env add with --requirement and "
             "that package."
         )
     if program := _PROGRAM.search(text):

@@ -20,13 +20,13 @@ _T = TypeVar("_T")
 _MOST = 64
 
 
-def question(source: Mapping[str, Any], shipped: Path, **asked: Any) -> Hashable | None:
+def question(source: Mapping[str, Any], shipped: Path, **parameters: Any) -> Hashable | None:
     """Return the cache key of a request, inputs of its answer included; None if the answer must not be cached.
 
     Args:
         source: `file`, `adapter`, `target`, ... of the environment.
         shipped: Folder of the shipped environments.
-        asked: Further parameters of the request, as JSON values.
+        parameters: Further parameters of the request, as JSON values.
     """
     rests_on: tuple[Hashable, ...]
     file, adapter = source.get("file"), str(source.get("adapter") or "")
@@ -42,7 +42,7 @@ def question(source: Mapping[str, Any], shipped: Path, **asked: Any) -> Hashable
             return None
     else:
         return None
-    return json.dumps([dict(source), asked], sort_keys=True, default=str), rests_on
+    return json.dumps([dict(source), parameters], sort_keys=True, default=str), rests_on
 
 
 def _files(folder: Path) -> list[tuple[str, Any]]:
@@ -53,24 +53,24 @@ class Described(Generic[_T]):
     """A least-recently-used cache of successful answers."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, _T] = OrderedDict()
-        self._asking: dict[tuple[asyncio.AbstractEventLoop, Hashable], asyncio.Lock] = {}
+        self._answers: OrderedDict[Hashable, _T] = OrderedDict()
+        self._locks: dict[tuple[asyncio.AbstractEventLoop, Hashable], asyncio.Lock] = {}
 
-    async def get(self, asked: Hashable | None, ask: Callable[[], Awaitable[_T]]) -> _T:
+    async def get(self, key: Hashable | None, ask: Callable[[], Awaitable[_T]]) -> _T:
         """Return the cached answer of a key, or that of `ask`; the key None is never cached."""
-        if asked is None:
+        if key is None:
             return await ask()
-        place = asyncio.get_running_loop(), asked
-        lock = self._asking.setdefault(place, asyncio.Lock())
+        place = asyncio.get_running_loop(), key
+        lock = self._locks.setdefault(place, asyncio.Lock())
         try:
             async with lock:
-                if asked in self._known:
-                    self._known.move_to_end(asked)
+                if key in self._answers:
+                    self._answers.move_to_end(key)
                 else:
-                    self._known[asked] = await ask()
-                    if len(self._known) > _MOST:
-                        self._known.popitem(last=False)
-                return self._known[asked]
+                    self._answers[key] = await ask()
+                    if len(self._answers) > _MOST:
+                        self._answers.popitem(last=False)
+                return self._answers[key]
         finally:
             if not lock.locked():
-                self._asking.pop(place, None)
+                self._locks.pop(place, None)

@@ -48,10 +48,10 @@ class Opened:
     def read(self) -> dict[str, float]:
         """Return the times of opening by environment."""
         try:
-            found: Any = read_json(self._path, _VERSION).get("opened")
+            opened: Any = read_json(self._path, _VERSION).get("opened")
         except (TopropeError, OSError):
-            found = None
-        return {**(found if isinstance(found, dict) else {}), **self._here}
+            opened = None
+        return {**(opened if isinstance(opened, dict) else {}), **self._here}
 
     def add(self, entry: Entry) -> None:
         """Record that a worker has opened an environment."""
@@ -61,12 +61,12 @@ class Opened:
     def forget(self, entry: Entry) -> None:
         """Record that an environment could not be opened."""
         self._here.pop(_key(entry), None)
-        known = self.read()
-        if known.pop(_key(entry), None) is not None:
-            self._write(known)
+        opened = self.read()
+        if opened.pop(_key(entry), None) is not None:
+            self._write(opened)
 
-    def _write(self, known: dict[str, float]) -> None:
-        newest = dict(sorted(known.items(), key=lambda pair: -float(pair[1]))[:_MOST])
+    def _write(self, opened: dict[str, float]) -> None:
+        newest = dict(sorted(opened.items(), key=lambda pair: -float(pair[1]))[:_MOST])
         try:
             if self._path.parent.is_dir():
                 write_json(self._path, {"version": _VERSION, "opened": newest})
@@ -87,5 +87,5 @@ def changed(source: EnvironmentSource) -> list[int]:
 
 def _key(entry: Entry) -> str:
     source = entry.environment.model_dump(mode="json", exclude={"rewards", "split_rule"})
-    said = json.dumps([source, changed(entry.environment)], sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    text = json.dumps([source, changed(entry.environment)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

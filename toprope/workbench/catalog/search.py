@@ -34,26 +34,26 @@ def search(entries: Iterable[Entry], query: str) -> list[Entry]:
     word of the query: `reversing words` finds `spell_backward`.
     """
     words = query.casefold().split()
-    found: list[Entry] = []
-    rest: list[Entry] = []
+    matches: list[Entry] = []
+    others: list[Entry] = []
     for entry in entries:
-        (found if all(word in _text(entry) for word in words) else rest).append(entry)
-    found.sort(key=lambda entry: sum(word not in entry.name.casefold() for word in words))
-    if len(found) < _ENOUGH and words:
-        found += _related(rest, words)
-    return found
+        (matches if all(word in _text(entry) for word in words) else others).append(entry)
+    matches.sort(key=lambda entry: sum(word not in entry.name.casefold() for word in words))
+    if len(matches) < _ENOUGH and words:
+        matches += _related(others, words)
+    return matches
 
 
 def _related(entries: Iterable[Entry], words: Sequence[str]) -> list[Entry]:
     """Return the entries that have a related word for each of the words, those with most of the roots first."""
-    asked = [_root(word) for word in words]
-    meanings = [_meaning(root) for root in asked]
-    found = []
+    wanted = [_root(word) for word in words]
+    meanings = [_meaning(root) for root in wanted]
+    ranked = []
     for entry in entries:
         roots = {_root(word) for word in re.findall(r"[^\W\d_]+", _text(entry))}
         if all(meaning & roots for meaning in meanings):
-            found.append((sum(root not in roots for root in asked), entry))
-    return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
+            ranked.append((sum(root not in roots for root in wanted), entry))
+    return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]
 
 
 @functools.cache

@@ -24,12 +24,12 @@ def marked(mark: str) -> set[int]:
     """Return the pids of this user's processes with the mark; processes that cleared their environment escape."""
     import psutil
 
-    found = set()
+    pids = set()
     for process in processes_with(MARK, mark):
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-    return found
+                pids.add(process.pid)
+    return pids
 
 
 def sweep(mark: str) -> None:

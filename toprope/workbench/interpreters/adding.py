@@ -114,14 +114,14 @@ class Interpreters:
         try:
             # Collect what it requires: its project, adapters that know its folder, the ecosystems of its files.
             if checkout is not None:
-                target = _within(target, checkout)
-            asked = (*target.requirements, *self._of_folder(target))
-            target = replace(target, name=name, requirements=tuple(dict.fromkeys(asked)))
+                target = _at_checkout(target, checkout)
+            requirements = (*target.requirements, *self._of_folder(target))
+            target = replace(target, name=name, requirements=tuple(dict.fromkeys(requirements)))
             if target.requirements:
                 theirs = ecosystem_requirements(target, self._adapters())
                 target = replace(target, requirements=(*target.requirements, *self._more(target.path), *theirs))
             # Install it, and again with what only its installed packages tell.
-            target, outcome = self._placed(order, target, progress)
+            target, outcome = self._place_or_fall_back(order, target, progress)
             if outcome.made is not None and (more := self._more(outcome.added.site_packages)):
                 progress(f"its packages need {', '.join(more)}")
                 order = replace(order, requirements=(*order.requirements, *more))
@@ -165,26 +165,26 @@ class Interpreters:
 
     def unused(self) -> list[Path]:
         """Return environments that no entry, data job or run that goes on refers to, and leftovers of crashes."""
-        begun = [path for path in self._home.checkouts.glob(f"{_CLONING}*") if _older(path, 2 * _LONGEST_S)]
+        begun = [path for path in self._home.checkouts.glob(f"{_CLONING}*") if _is_older(path, 2 * _LONGEST_S)]
         if not self.store.path.is_dir():
             return begun
         entries = [*self.registry.read().values(), *self._engines.read().values()]
-        used = {one.lock for one in entries if one.lock}
-        rest = [digest for digest in self.store.digests() if digest not in used]
-        return [*begun, *self.store.unused(used | digests_in_use(self._home, rest, resumable=True))]
+        used = {entry.lock for entry in entries if entry.lock}
+        unreferenced = [digest for digest in self.store.digests() if digest not in used]
+        return [*begun, *self.store.unused(used | digests_in_use(self._home, unreferenced, resumable=True))]
 
     def collect(self) -> list[Path]:
         """Delete the result of `unused` and return it."""
         if not self._home.path.is_dir():
             return []
         with self.registry.changing():  # Nothing is added meanwhile.
-            found = self.unused()
-            for path in found:
+            unused = self.unused()
+            for path in unused:
                 if path.parent == self.store.path:
                     self.store.remove(path.name)
                 else:
                     shutil.rmtree(path, ignore_errors=True)
-        return found
+        return unused
 
     def _beside_others(self, name: str, target: Target) -> Target:
         """Return a target with the extras that its package has already, so that nothing that works is lost.
@@ -220,7 +220,7 @@ class Interpreters:
         Raises:
             TopropeError: Nothing is left of the attempt.
         """
-        requirements = (*target.requirements, *self._expanded(order.requirements))
+        requirements = (*target.requirements, *self._expand(order.requirements))
         for text in requirements:
             require_plain(text)
         added = Added(
@@ -234,32 +234,32 @@ class Interpreters:
             added_at=time.time(),
         )
         if order.python is not None:
-            brought = _brought(added, order.python, target, requirements)
+            brought = _with_owned_python(added, order.python, target, requirements)
             inside = Path(str(brought.python)).parent.parent
             if inside.parent == self.store.path and self.store.made(inside.name) is not None:  # one of the store
                 return self._of_store(brought, inside.name, shared=True)
             return Outcome(brought)
         if not requirements:
             return Outcome(added, own=True)
-        own = known_interpreters({})[0].site_packages
+        own_packages = known_interpreters({})[0].site_packages
         listed = target.kind != "packages" or target.adapter is not None
-        if listed and not order.isolated and satisfied(requirements, own):
+        if listed and not order.isolated and satisfied(requirements, own_packages):
             return Outcome(added, own=True)
         wanted = order.wanted.of(requirements, target.adapter)
-        if wanted.offline and (digest := self._that_has(requirements)) is not None:
+        if wanted.offline and (digest := self._find_satisfying(requirements)) is not None:
             return self._of_store(added, digest, shared=True)
         with self.store.aside() as aside:
             commands = Commands(aside / "log", timeout_s=_LONGEST_S, heard=telling(progress))
             installer = Installer(aside / "venv", commands)
             progress(f"resolving {', '.join(requirements)} with {installer.name}")
             pins = installer.made_and_resolved(target.name, wanted, progress)
-            what = looked_at(installer.python).what
-            digest = digest_of(pins, what)
+            python_id = looked_at(installer.python).what
+            digest = digest_of(pins, python_id)
             try:
                 with self.store.lock(digest, _LONGEST_S):
                     if self.store.made(digest) is not None:
                         return self._of_store(added, digest, shared=True)
-                    self._fill(installer, target, pins, wanted, aside, digest, what, progress)
+                    self._fill(installer, target, pins, wanted, aside, digest, python_id, progress)
             except Timeout:
                 raise NotPossibleNow(
                     "Another process has been installing the same for an hour.", hint="Try again later."
@@ -274,7 +274,7 @@ class Interpreters:
         wanted: Wanted,
         aside: Path,
         digest: str,
-        what: str,
+        python_id: str,
         progress: Callable[[str], None],
     ) -> None:
         began = time.monotonic()
@@ -286,7 +286,7 @@ class Interpreters:
             progress(f"importing {target.adapter.package}")
             require_import(installer.python, target.adapter, aside)
         facts = Made(
-            python=what,
+            python=python_id,
             requirements=list(wanted.requirements),
             pins=sorted(pin.line for pin in pins),
             installer=installer.name,
@@ -296,26 +296,28 @@ class Interpreters:
         )
         self.store.keep(aside, digest, facts)
 
-    def _placed(self, order: Order, target: Target, progress: Callable[[str], None]) -> tuple[Target, Outcome]:
+    def _place_or_fall_back(
+        self, order: Order, target: Target, progress: Callable[[str], None]
+    ) -> tuple[Target, Outcome]:
         """Place a target; a project that cannot be built is run from its files, as its author runs it."""
         try:
             return target, self.place(order, target, progress)
         except EnvironmentFailed as failed:
             apart = without_build(target, failed.message)
-            said = "the project cannot be built: its files are run, with what it requires"
+            message = "the project cannot be built: its files are run, with what it requires"
             if apart is None and (theirs := self._of_folder(target)):
                 kept = tuple(line for line in target.requirements if line not in theirs)
                 apart = replace(target, requirements=kept)
-                said = f"added without what tests of its tasks may need, which is not installed: {', '.join(theirs)}"
+                message = f"added without what tests of its tasks may need, which is not installed: {', '.join(theirs)}"
             if apart is None:
                 raise
-            progress(said)
+            progress(message)
             return apart, self.place(order, apart, progress)
 
     def _of_folder(self, target: Target) -> list[str]:
         """Return what adapters require for the environments that a folder as a whole is."""
         folder = target.path if target.kind in ("folder", "git") else None
-        return self._asked(Adapter.folder_requirements, folder)
+        return self._requirements_by(Adapter.folder_requirements, folder)
 
     def _of_store(self, added: Added, digest: str, *, shared: bool) -> Outcome:
         python = self.store.python(digest)
@@ -327,27 +329,27 @@ class Interpreters:
 
     def _more(self, place: Path | str | None) -> list[str]:
         """Return what adapters require for the packages in a folder, besides what those require themselves."""
-        return self._asked(Adapter.more_requirements, None if place is None else Path(place))
+        return self._requirements_by(Adapter.more_requirements, None if place is None else Path(place))
 
-    def _asked(self, about: Callable[[Adapter, Path], Sequence[str]], folder: Path | None) -> list[str]:
-        found: list[str] = []
+    def _requirements_by(self, about: Callable[[Adapter, Path], Sequence[str]], folder: Path | None) -> list[str]:
+        requirements: list[str] = []
         if folder is None or not folder.is_dir():
-            return found
+            return requirements
         for adapter in self._adapters():
             with contextlib.suppress(Exception):  # One adapter must not keep others from being installed.
-                found += about(adapter, folder)
-        return found
+                requirements += about(adapter, folder)
+        return requirements
 
-    def _that_has(self, requirements: Sequence[str]) -> str | None:
+    def _find_satisfying(self, requirements: Sequence[str]) -> str | None:
         for digest in self.store.digests():
             site = site_packages_of(self.store.python(digest))
             if site is not None and self.store.made(digest) and satisfied(requirements, site):
                 return digest
         return None
 
-    def _expanded(self, requirements: Sequence[str]) -> list[str]:
-        by_name = {one.name: one.requirements for one in self._adapters() if one.requirements}
-        return [line for one in requirements for line in by_name.get(one.replace("-", "_"), (one,))]
+    def _expand(self, requirements: Sequence[str]) -> list[str]:
+        by_name = {adapter.name: adapter.requirements for adapter in self._adapters() if adapter.requirements}
+        return [line for text in requirements for line in by_name.get(text.replace("-", "_"), (text,))]
 
     def _clone(self, target: Target, name: str, progress: Callable[[str], None]) -> Path:
         """Clone into a temporary folder: `<folder>/<name>`."""
@@ -368,8 +370,8 @@ class Interpreters:
             raise EnvironmentFailed(f"{target.given} was not cloned: {error}.") from None
         if done.returncode:
             shutil.rmtree(aside, ignore_errors=True)
-            said = excerpt(done.stderr.decode(errors="replace").splitlines())
-            raise EnvironmentFailed(f"{target.given} was not cloned; nothing was kept. git printed:\n{said}")
+            output = excerpt(done.stderr.decode(errors="replace").splitlines())
+            raise EnvironmentFailed(f"{target.given} was not cloned; nothing was kept. git printed:\n{output}")
         return aside / name
 
     def _settle(self, added: Added, checkout: Path) -> Added:
@@ -382,21 +384,21 @@ class Interpreters:
         return added.model_copy(update={"path": str(place), "commit": done.stdout.strip() or None})
 
 
-def _older(path: Path, seconds: float) -> bool:
+def _is_older(path: Path, seconds: float) -> bool:
     try:
         return time.time() - path.stat().st_mtime > seconds
     except OSError:
         return False
 
 
-def _within(target: Target, checkout: Path) -> Target:
+def _at_checkout(target: Target, checkout: Path) -> Target:
     """Return the requirements of a checkout: the project itself if it is installable, and its requirements file."""
     if is_project(checkout):
         return replace(target, requirements=(str(checkout),), path=checkout)
     return replace(target, requirements=target_of(str(checkout), ()).requirements, path=checkout)
 
 
-def _brought(added: Added, python: str, target: Target, requirements: Sequence[str]) -> Added:
+def _with_owned_python(added: Added, python: str, target: Target, requirements: Sequence[str]) -> Added:
     """Validate the owner's interpreter and return the entry with it."""
     seen = looked_at(python)
     if seen.version < _OLDEST:
@@ -405,7 +407,7 @@ def _brought(added: Added, python: str, target: Target, requirements: Sequence[s
             hint="Give another, or omit --python to make one.",
         )
     site = Path(seen.site)
-    missing = [one for one in requirements if "/" not in one and not satisfied([one], site)]
+    missing = [text for text in requirements if "/" not in text and not satisfied([text], site)]
     lacks_package = target.adapter is not None and not target.adapter.is_in(site)
     if missing or lacks_package:
         raise InvalidValue(

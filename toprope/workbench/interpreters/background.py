@@ -28,13 +28,13 @@ class Installation:
     def run(self, interpreters: Interpreters) -> None:
         """Run the installation and keep its result or exception."""
         try:
-            self.outcome = interpreters.add(self.order, self._heard)
+            self.outcome = interpreters.add(self.order, self._note_progress)
         except Exception as error:
             self.error = error
         finally:
             self._ended.set()
 
-    def _heard(self, text: str) -> None:
+    def _note_progress(self, text: str) -> None:
         self.news, self.count = text, self.count + 1
 
 
@@ -48,11 +48,11 @@ class Installations:
     def of(self, order: Order, interpreters: Interpreters) -> Installation:
         """Return the installation of an order: a running one, an ended one not reported yet, or a new one."""
         with self._lock:
-            found = self._running.get(order)
-            if found is None:
-                found = self._running[order] = Installation(order)
-                threading.Thread(target=found.run, args=(interpreters,), daemon=True, name="install").start()
-            return found
+            installation = self._running.get(order)
+            if installation is None:
+                installation = self._running[order] = Installation(order)
+                threading.Thread(target=installation.run, args=(interpreters,), daemon=True, name="install").start()
+            return installation
 
     def told(self, order: Order) -> None:
         """Forget an installation whose result was reported."""

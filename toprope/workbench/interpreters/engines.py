@@ -79,7 +79,7 @@ def add_engine(
         wanted,
         torch=build.torch,
         left_out=build.left_out,
-        prepare=None if alias is None else lambda site: _also_named(site, *alias),
+        prepare=None if alias is None else lambda site: _add_alias(site, *alias),
     )
     order = Order(name, python=python, isolated=True, wanted=wanted)
     try:
@@ -136,21 +136,21 @@ def engine_python(home: Home, name: str) -> str | None:
     return added.python
 
 
-def _also_named(site: Path, name: str, other: str) -> None:
+def _add_alias(site: Path, name: str, alias: str) -> None:
     """Let a distribution be found under another name too: it looks for itself under that one.
 
     Raises:
         EnvironmentFailed: It is not installed there.
     """
-    found = next(iter(site.glob(f"{name.replace('-', '_')}-*.dist-info")), None)
-    if found is None:
+    dist_info = next(iter(site.glob(f"{name.replace('-', '_')}-*.dist-info")), None)
+    if dist_info is None:
         raise EnvironmentFailed(f"{name} was not installed; nothing was kept.")
-    version = found.name.removesuffix(".dist-info").rpartition("-")[2]
-    flavour = name.removeprefix(f"{other}-")
-    lines = (found / "METADATA").read_text(encoding="utf-8").splitlines()
-    place = site / f"{other}-{version}+{flavour}.dist-info"
+    version = dist_info.name.removesuffix(".dist-info").rpartition("-")[2]
+    flavour = name.removeprefix(f"{alias}-")
+    lines = (dist_info / "METADATA").read_text(encoding="utf-8").splitlines()
+    place = site / f"{alias}-{version}+{flavour}.dist-info"
     place.mkdir(exist_ok=True)
-    named = {"Name:": f"Name: {other}", "Version:": f"Version: {version}+{flavour}"}
-    kept = [named.get(line.partition(" ")[0], line) for line in lines if not line.startswith("Requires-Dist:")]
+    fields = {"Name:": f"Name: {alias}", "Version:": f"Version: {version}+{flavour}"}
+    kept = [fields.get(line.partition(" ")[0], line) for line in lines if not line.startswith("Requires-Dist:")]
     (place / "METADATA").write_text("\n".join(kept) + "\n", encoding="utf-8")
     (place / "INSTALLER").write_text("toprope\n")

@@ -119,7 +119,7 @@ class Installer:
                 hint="Give --base with the path of another Python.",
             )
 
-    def made_and_resolved(self, what: str, wanted: Wanted, progress: Callable[[str], None]) -> list[Pin]:
+    def made_and_resolved(self, name: str, wanted: Wanted, progress: Callable[[str], None]) -> list[Pin]:
         """Make the environment and resolve its pins, with a newer Python of this machine if the packages require one.
 
         Raises:
@@ -127,40 +127,42 @@ class Installer:
         """
         self.make(wanted.base)
         try:
-            return self.resolve(what, wanted)
+            return self.resolve(name, wanted)
         except EnvironmentFailed as failed:
-            other = newer_python(failed.message) if wanted.base is None else None
-            if other is None:
+            newer = newer_python(failed.message) if wanted.base is None else None
+            if newer is None:
                 raise
-            progress(f"it requires {other}")
+            progress(f"it requires {newer}")
             shutil.rmtree(self._venv)
-            self.make(other)
-            return self.resolve(what, wanted)
+            self.make(newer)
+            return self.resolve(name, wanted)
 
-    def resolve(self, what: str, wanted: Wanted) -> list[Pin]:
+    def resolve(self, name: str, wanted: Wanted) -> list[Pin]:
         """Resolve the requirements to pins.
 
         Raises:
             EnvironmentFailed: They cannot be resolved, or need a GPU build of torch that was not requested.
         """
-        own = own_torch()
-        public = own.partition("+")[0]
-        constraint = "" if wanted.torch == "any" or (wanted.torch == "own" and not own) else f"torch=={public}"
+        version = own_torch()
+        public = version.partition("+")[0]
+        constraint = "" if wanted.torch == "any" or (wanted.torch == "own" and not version) else f"torch=={public}"
         if wanted.torch not in ("own", "any"):
             constraint = f"torch=={wanted.torch}"
-        pins = [pin for pin in self._resolve(what, wanted, constraint) if pin.name.lower() not in wanted.left_out]
+        pins = [pin for pin in self._resolve(name, wanted, constraint) if pin.name.lower() not in wanted.left_out]
         if wanted.torch != "own" or not _for_gpus(pins) or _for_gpus(_own_pins()):
             return pins
-        flavour = own.partition("+")[2]
+        flavour = version.partition("+")[2]
         if flavour and not wanted.offline:
             index = f"{_TORCH_INDEX}{flavour}"
-            return self._resolve(what, replace(wanted, extra_indexes=(*wanted.extra_indexes, index)), f"torch=={own}")
+            return self._resolve(
+                name, replace(wanted, extra_indexes=(*wanted.extra_indexes, index)), f"torch=={version}"
+            )
         raise EnvironmentFailed(
-            f"{what} requires a GPU build of torch, which takes gigabytes; nothing was installed.",
+            f"{name} requires a GPU build of torch, which takes gigabytes; nothing was installed.",
             hint="--torch any accepts it; --extra-index-url names an index with another build.",
         )
 
-    def install(self, what: str, pins: Sequence[Pin], wanted: Wanted) -> None:
+    def install(self, name: str, pins: Sequence[Pin], wanted: Wanted) -> None:
         """Install exactly these pins, which include all dependencies.
 
         Raises:
@@ -174,41 +176,41 @@ class Installer:
             command = [*self._pip(), "install", "--no-warn-script-location", "--progress-bar", "off", *options]
         code, lines = self._commands.run(command, self._venv.parent)
         if code:
-            raise failure(what, lines, offline=wanted.offline)
+            raise failure(name, lines, offline=wanted.offline)
         for pin in pins:
             place = _place_of(pin)
             if place is not None and place.is_dir():
                 _complete(place, site_packages_of(self.python))
 
-    def _resolve(self, what: str, wanted: Wanted, constraint: str) -> list[Pin]:
+    def _resolve(self, name: str, wanted: Wanted, constraint: str) -> list[Pin]:
         self._constraint = constraint
-        asked = self._file("requirements.txt", wanted.requirements)
-        held = self._file("constraints.txt", [constraint] if constraint else [])
+        requirements_file = self._file("requirements.txt", wanted.requirements)
+        constraints_file = self._file("constraints.txt", [constraint] if constraint else [])
         out = self._venv.parent / "resolved"
         out.unlink(missing_ok=True)
-        options = ["-c", str(held), *self._sources(wanted)]
+        options = ["-c", str(constraints_file), *self._sources(wanted)]
         if self._uv:
-            command = [self._uv, "pip", "compile", str(asked), "--python", self.python, "-o", str(out)]
+            command = [self._uv, "pip", "compile", str(requirements_file), "--python", self.python, "-o", str(out)]
             command += ["--no-header", "--no-annotate", *options]
             command += ["--override", str(self._file("overrides.txt", overrides(wanted.requirements)))]
         else:
             command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--report", str(out)]
-            command += ["--progress-bar", "off", "-r", str(asked), *options]
+            command += ["--progress-bar", "off", "-r", str(requirements_file), *options]
         code, lines = self._commands.run(command, self._venv.parent)
-        if code and not self._uv and self._fetched_uv(wanted):
-            return self._resolve(what, wanted, constraint)
+        if code and not self._uv and self._switch_to_uv(wanted):
+            return self._resolve(name, wanted, constraint)
         if code:
-            raise failure(what, lines, offline=wanted.offline, constraint=constraint)
+            raise failure(name, lines, offline=wanted.offline, constraint=constraint)
         return _pins_of_uv(out) if self._uv else _pins_of_pip(out)
 
-    def _fetched_uv(self, wanted: Wanted) -> bool:
+    def _switch_to_uv(self, wanted: Wanted) -> bool:
         """Go on with uv if a project has overrides, which pip does not take; False if it cannot be had."""
         if wanted.offline or not list(overrides(wanted.requirements)):
             return False
-        found = fetched_uv(self._pip(), self._venv.parent / "uv", self._commands)
-        if found is not None:
-            self._uv, *self._of_pip = found
-        return found is not None
+        uv_command = fetched_uv(self._pip(), self._venv.parent / "uv", self._commands)
+        if uv_command is not None:
+            self._uv, *self._of_pip = uv_command
+        return uv_command is not None
 
     def _pip(self) -> list[str]:
         if _has_pip():
@@ -265,30 +267,30 @@ def satisfied(requirements: Sequence[str], site: Path, inside: frozenset[str] = 
     here = {canonicalize_name(name): version for name, version in packages_in(site).items()}
     for text in requirements:
         try:
-            one = Requirement(text)
-            of_extras = [] if text in inside else _of_extras(one, site)
+            requirement = Requirement(text)
+            of_extras = [] if text in inside else _requirements_of_extras(requirement, site)
         except InvalidRequirement:  # also of a package from before the syntax of today
             return False
-        if one.marker is not None and not one.marker.evaluate():
+        if requirement.marker is not None and not requirement.marker.evaluate():
             continue
-        version = here.get(canonicalize_name(one.name))
-        if version is None or one.url or not one.specifier.contains(version, prereleases=True):
+        version = here.get(canonicalize_name(requirement.name))
+        if version is None or requirement.url or not requirement.specifier.contains(version, prereleases=True):
             return False
         if of_extras and not satisfied(of_extras, site, inside | {text}):
             return False
     return bool(requirements)
 
 
-def _of_extras(requirement: Requirement, site: Path) -> list[str]:
+def _requirements_of_extras(requirement: Requirement, site: Path) -> list[str]:
     """Return what the extras of a requirement add to its installed package, without markers."""
-    found = []
+    lines = []
     for installed in metadata.distributions(name=requirement.name, path=[str(site)]) if requirement.extras else ():
-        for one in map(Requirement, installed.requires or ()):
-            if one.marker is not None and not one.marker.evaluate({"extra": ""}):
-                if any(one.marker.evaluate({"extra": extra}) for extra in requirement.extras):
-                    one.marker = None
-                    found.append(str(one))
-    return found
+        for added in map(Requirement, installed.requires or ()):
+            if added.marker is not None and not added.marker.evaluate({"extra": ""}):
+                if any(added.marker.evaluate({"extra": extra}) for extra in requirement.extras):
+                    added.marker = None
+                    lines.append(str(added))
+    return lines
 
 
 def _has_pip() -> bool:
@@ -300,13 +302,15 @@ def _for_gpus(pins: Iterable[Pin]) -> bool:
 
 
 def _own_pins() -> list[Pin]:
-    return [Pin(str(one.metadata["Name"]), "") for one in metadata.distributions() if one.metadata is not None]
+    return [
+        Pin(str(package.metadata["Name"]), "") for package in metadata.distributions() if package.metadata is not None
+    ]
 
 
 def _pins_of_pip(report: Path) -> list[Pin]:
     pins = []
-    for one in json.loads(report.read_text(encoding="utf-8"))["install"]:
-        name, version, source = one["metadata"]["name"], one["metadata"]["version"], one["download_info"]
+    for entry in json.loads(report.read_text(encoding="utf-8"))["install"]:
+        name, version, source = entry["metadata"]["name"], entry["metadata"]["version"], entry["download_info"]
         url = str(source["url"])
         hashes = source.get("archive_info", {}).get("hashes", {})
         local = _local(url)
@@ -314,7 +318,7 @@ def _pins_of_pip(report: Path) -> list[Pin]:
         if "vcs_info" in source:
             vcs = source["vcs_info"]
             pins.append(Pin(name, f"{name} @ {vcs['vcs']}+{url}@{vcs['commit_id']}"))
-        elif one.get("is_direct"):
+        elif entry.get("is_direct"):
             pins.append(Pin(name, f"{name} @ {url}", content or _content(local)))
         else:
             pins.append(Pin(name, f"{name}=={version}", content))
@@ -349,15 +353,15 @@ def _complete(project: Path, site: Path | None) -> None:
     Authors often leave out data and helpers, because they run their own project from its folder.
     """
     modules: list[PackagePath] = []
-    for one in metadata.distributions(path=[str(site)]):
-        source = one.read_text("direct_url.json")
+    for distribution in metadata.distributions(path=[str(site)]):
+        source = distribution.read_text("direct_url.json")
         if source and _local(json.loads(source)["url"]) == project:
-            modules = [file for file in one.files or () if file.suffix == ".py" and ".." not in file.parts]
+            modules = [file for file in distribution.files or () if file.suffix == ".py" and ".." not in file.parts]
     roots: Counter[tuple[Path, Path]] = Counter()
     for module in modules:
         for skipped in range(len(module.parts)):
-            rest = Path(*module.parts[skipped:])
-            sources = [root for root in (project, project / "src") if (root / rest).is_file()]
+            tail = Path(*module.parts[skipped:])
+            sources = [root for root in (project, project / "src") if (root / tail).is_file()]
             if sources:
                 roots[sources[0], Path(*module.parts[:skipped])] += 1
                 break
@@ -365,16 +369,16 @@ def _complete(project: Path, site: Path | None) -> None:
         return
     [((root, inside), _)] = roots.most_common(1)
     packages = {Path(module.parent) for module in modules} - {Path()}
-    shown = {name for name in os.listdir(root) if not name.startswith(".")} - _SKIPPED
-    beside, named = {name for name in shown if not (root / name).is_symlink()}, set[str]()
+    visible = {name for name in os.listdir(root) if not name.startswith(".")} - _SKIPPED
+    siblings, reached = {name for name in visible if not (root / name).is_symlink()}, set[str]()
     unread = [site / module for module in modules if len(module.parts) == 1]
     while unread:  # modules that are alone, and helpers that they name
-        new = (_named_in(unread.pop()) & beside) - named
-        named |= new
-        found = (file for name in new for file in (root / name, *_files_of(root / name)))
-        unread += [file for file in found if file.suffix == ".py"]
+        new = (_names_reached_by(unread.pop()) & siblings) - reached
+        reached |= new
+        files = (file for name in new for file in (root / name, *_files_of(root / name)))
+        unread += [file for file in files if file.suffix == ".py"]
     copies: dict[Path, Path] = {}
-    beside_alone: dict[str, dict[Path, Path]] = {}
+    copies_by_sibling: dict[str, dict[Path, Path]] = {}
     for file in () if root.is_symlink() else _files_of(root):  # a project's `src`
         place = inside / file.relative_to(root)
         target = site / place
@@ -383,17 +387,18 @@ def _complete(project: Path, site: Path | None) -> None:
             continue
         if packages.intersection(place.parents):
             copies[target] = file
-        elif place.parts[0] in named:
-            beside_alone.setdefault(place.parts[0], {})[target] = file
+        elif place.parts[0] in reached:
+            copies_by_sibling.setdefault(place.parts[0], {})[target] = file
     if (total := _size(copies)) > _MOST_COPIED:
         raise EnvironmentFailed(
             f"The wheel of {project} leaves out {total / 1e6:.0f} MB of files in its packages; at most "
             f"{_MOST_COPIED / 1e6:.0f} MB are copied. Nothing was kept.",
             hint="Move large data out of the packages, or have the wheel include it.",
         )
-    for some in sorted(beside_alone.values(), key=_size):  # any text may name a folder, so a large one is left out
-        if (total := total + _size(some)) <= _MOST_COPIED:
-            copies |= some
+    # Any text may name a folder, so a large one is left out.
+    for group in sorted(copies_by_sibling.values(), key=_size):
+        if (total := total + _size(group)) <= _MOST_COPIED:
+            copies |= group
     for target, file in copies.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file, target, follow_symlinks=False)
@@ -403,10 +408,10 @@ def _size(copies: dict[Path, Path]) -> int:
     return sum(file.stat().st_size for file in copies.values())
 
 
-def _named_in(module: Path) -> set[str]:
+def _names_reached_by(module: Path) -> set[str]:
     """Return the names by which a module reaches what lies beside it: its imports, and parts of paths in its texts."""
     try:
-        texts = [one.value for one in ast.walk(parse(module)) if isinstance(one, ast.Constant)]
+        texts = [node.value for node in ast.walk(parse(module)) if isinstance(node, ast.Constant)]
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return set()
     imported = {name for name, _ in imported_by(str(module))}
@@ -425,7 +430,7 @@ def _files_of(root: Path) -> Iterator[Path]:
         if "pyvenv.cfg" in names:
             folders.clear()
             continue
-        folders[:] = sorted(one for one in folders if one not in _SKIPPED and not one.endswith(".egg-info"))
+        folders[:] = sorted(folder for folder in folders if folder not in _SKIPPED and not folder.endswith(".egg-info"))
         yield from (file for name in sorted(names) if (file := Path(place, name)).is_file())
 
 

@@ -35,14 +35,14 @@ def known_interpreters(added: Mapping[str, Added]) -> list[Known]:
 
     An interpreter that several entries share appears once.
     """
-    found = [Known("", None, Path(sysconfig.get_path("purelib")))]
+    ours = [Known("", None, Path(sysconfig.get_path("purelib")))]
     theirs = [
-        Known(one.name, one.python, Path(one.site_packages), one.adapter)
-        for one in added.values()
-        if one.python and one.site_packages
+        Known(addition.name, addition.python, Path(addition.site_packages), addition.adapter)
+        for addition in added.values()
+        if addition.python and addition.site_packages
     ]
-    theirs.sort(key=lambda one: (one.name != one.adapter, one.adapter is None, one.name))
+    theirs.sort(key=lambda known: (known.name != known.adapter, known.adapter is None, known.name))
     first: dict[Path, Known] = {}
-    for one in theirs:
-        first.setdefault(one.site_packages, one)
-    return [*found, *first.values()]
+    for interpreter in theirs:
+        first.setdefault(interpreter.site_packages, interpreter)
+    return [*ours, *first.values()]

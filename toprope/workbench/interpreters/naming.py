@@ -67,7 +67,7 @@ def target_of(
         NotFound: The argument is none of these.
         InvalidValue: It cannot be added in this form.
     """
-    by_name = {one.name: one for one in adapters}
+    by_name = {ecosystem.name: ecosystem for ecosystem in adapters}
     plain = given.strip()
     require_no_secret(plain)
     if plain.replace("-", "_").lower() in by_name:
@@ -77,7 +77,7 @@ def target_of(
                 f"{adapter.name} needs no separate interpreter: it is available already.", hint="toprope env list"
             )
         return Target("packages", given, adapter.name, adapter.requirements, adapter)
-    if not plain_only and (place := _place_of(given, plain, by_name, speaks)) is not None:
+    if not plain_only and (place := _parse_place(given, plain, by_name, speaks)) is not None:
         return place
     try:
         requirement = Requirement(plain)
@@ -120,11 +120,11 @@ def module_name(name: str) -> str:
         InvalidValue: Not a valid name, or the name of a Python module.
     """
     module = checked_name(name).replace("-", "_")
-    known = module in sys.stdlib_module_names or importlib.util.find_spec(module) is not None
-    if module[0].isdigit() or module[0] == "_" or keyword.iskeyword(module) or known:
+    is_module = module in sys.stdlib_module_names or importlib.util.find_spec(module) is not None
+    if module[0].isdigit() or module[0] == "_" or keyword.iskeyword(module) or is_module:
         raise InvalidValue(
             f"{shown(name)} cannot be the name of a Python file"
-            + (": the file would hide a module of that name." if known else "."),
+            + (": the file would hide a module of that name." if is_module else "."),
             hint="Use a name that begins with a letter and is not a module's.",
         )
     return module
@@ -144,44 +144,44 @@ def checked_name(name: str) -> str:
     return name
 
 
-def _place_of(given: str, plain: str, by_name: dict[str, Adapter], speaks: str | None) -> Target | None:
+def _parse_place(given: str, plain: str, by_name: dict[str, Adapter], speaks: str | None) -> Target | None:
     """Parse a place: on the Hub, in a repository, at a URL, or on this machine; None if it is none of these."""
     if _HUB.fullmatch(plain):
         return Target("dataset", plain, name_of(plain.removeprefix("hf:").rpartition("/")[2]))
     if _GIT.search(plain):
-        return _git(plain)
+        return _parse_git(plain)
     if re.match(r"(https?|wss?)://", plain):
-        return _server(plain, by_name, speaks)
+        return _parse_server(plain, by_name, speaks)
     if (path := Path(plain).expanduser()).exists():
-        return _path(given, path.absolute(), list(by_name.values()))
+        return _parse_path(given, path.absolute(), list(by_name.values()))
     return None
 
 
-def _git(given: str) -> Target:
-    url, _, ref = given.removeprefix("git+").rpartition("@")
+def _parse_git(plain: str) -> Target:
+    url, _, ref = plain.removeprefix("git+").rpartition("@")
     if not url or "/" in ref or ":" in ref:  # the @ belongs to a user name
-        url, ref = given.removeprefix("git+"), ""
+        url, ref = plain.removeprefix("git+"), ""
     if ref.startswith("-") or url.startswith("-"):
-        raise InvalidValue(f"{shown(given)} is not a repository URL.")
+        raise InvalidValue(f"{shown(plain)} is not a repository URL.")
     return Target("git", url, name_of(url.rstrip("/").rpartition("/")[2].removesuffix(".git")), ref=ref)
 
 
-def _server(given: str, by_name: dict[str, Adapter], speaks: str | None) -> Target:
-    parts = urlsplit(given)
+def _parse_server(plain: str, by_name: dict[str, Adapter], speaks: str | None) -> Target:
+    parts = urlsplit(plain)
     if not parts.hostname:
-        raise InvalidValue(f"{shown(given)} names no host.")
+        raise InvalidValue(f"{shown(plain)} names no host.")
     if speaks is None or speaks not in by_name:
         raise InvalidValue(
-            f"Name the ecosystem of the server at {given}: --as ECOSYSTEM.",
+            f"Name the ecosystem of the server at {plain}: --as ECOSYSTEM.",
             hint=f"{nearest(speaks, by_name)}" if speaks else f"There are {', '.join(by_name)}.",
         )
     name = name_of(f"{parts.hostname}-{parts.port}" if parts.port else parts.hostname)
-    return Target("server", given.rstrip("/"), name, adapter=by_name[speaks])
+    return Target("server", plain.rstrip("/"), name, adapter=by_name[speaks])
 
 
-def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
+def _parse_path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     if path.is_file() and path.suffix in YAML_ENDINGS:
-        return _defined(path, adapters)
+        return _parse_yaml(path, adapters)
     if path.is_file() and path.suffix not in (".py", ".whl"):
         raise InvalidValue(
             f"{path} is neither a folder nor a Python file, a wheel or a YAML file.",
@@ -193,24 +193,28 @@ def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
         adapter, others = _ecosystem_of(path, adapters)
         name = name if path.is_dir() else name_of(name.split("-")[0])  # a wheel's goes on with its version
         return Target("packages", str(path), name, (str(path), *others), adapter, path)
-    own = tuple(script_requirements(path.read_text("utf-8", "replace"))) if path.is_file() else ()
+    requirements = tuple(script_requirements(path.read_text("utf-8", "replace"))) if path.is_file() else ()
     listed = (path.parent if path.is_file() else path) / "requirements.txt"
-    if not own and listed.is_file():
-        own = tuple(_lines(listed, adapters))
-    return Target("folder", str(path), name, own, path=path)
+    if not requirements and listed.is_file():
+        requirements = tuple(_lines(listed, adapters))
+    return Target("folder", str(path), name, requirements, path=path)
 
 
-def _defined(path: Path, adapters: Sequence[Adapter]) -> Target:
+def _parse_yaml(path: Path, adapters: Sequence[Adapter]) -> Target:
     """Parse a YAML file that defines an environment: what its adapter and its Python file need."""
-    given, known = read_yaml(path), {one.name: one for one in adapters}
-    named = given.get("adapter")
-    if not isinstance(named, str) or named not in known:
-        wrong = "names no adapter" if named is None else f"names {shown(str(named))}, which is no adapter"
-        raise InvalidValue(f"{path} {wrong}.", hint=nearest(str(named or ""), sorted(known)))
-    adapter, file = known[named], path.parent / Path(str(given.get("file") or "")).expanduser()
-    own = script_requirements(file.read_text("utf-8", "replace")) if file.suffix == ".py" and file.is_file() else ()
-    needed = () if given.get("interpreter") or (adapter.urls_alone and given.get("url")) else adapter.requirements
-    return Target("folder", str(path), name_of(path.stem), (*own, *needed), adapter if needed else None, path)
+    fields, by_name = read_yaml(path), {ecosystem.name: ecosystem for ecosystem in adapters}
+    adapter_name = fields.get("adapter")
+    if not isinstance(adapter_name, str) or adapter_name not in by_name:
+        wrong = "names no adapter" if adapter_name is None else f"names {shown(str(adapter_name))}, which is no adapter"
+        raise InvalidValue(f"{path} {wrong}.", hint=nearest(str(adapter_name or ""), sorted(by_name)))
+    adapter, file = by_name[adapter_name], path.parent / Path(str(fields.get("file") or "")).expanduser()
+    file_requirements = (
+        script_requirements(file.read_text("utf-8", "replace")) if file.suffix == ".py" and file.is_file() else ()
+    )
+    needed = () if fields.get("interpreter") or (adapter.urls_alone and fields.get("url")) else adapter.requirements
+    return Target(
+        "folder", str(path), name_of(path.stem), (*file_requirements, *needed), adapter if needed else None, path
+    )
 
 
 def ecosystem_requirements(target: Target, adapters: Sequence[Adapter], site: Path | None = None) -> tuple[str, ...]:
@@ -222,11 +226,11 @@ def ecosystem_requirements(target: Target, adapters: Sequence[Adapter], site: Pa
     if target.kind == "packages" or target.path is None:
         return ()
     lines = (
-        one.for_standalone if standalone else one.requirements
-        for one, standalone in _declaring(target.path, adapters)
-        if site is None or not one.is_in(site)
+        adapter.for_standalone if standalone else adapter.requirements
+        for adapter, standalone in _adapters_declaring(target.path, adapters)
+        if site is None or not adapter.is_in(site)
     )
-    return tuple(dict.fromkeys(line for some in lines for line in some))
+    return tuple(dict.fromkeys(line for requirements in lines for line in requirements))
 
 
 def run_from_folder(target: Target, site_packages: str | None, adapters: Sequence[Adapter]) -> Target | None:
@@ -241,52 +245,56 @@ def run_from_folder(target: Target, site_packages: str | None, adapters: Sequenc
         return replace(target, requirements=(*target.requirements, *theirs))
     if target.kind != "packages":
         return None
-    site, own = Path(site_packages), _modules_of(target.path, Path(site_packages))
-    brought = (listed for one in adapters if one.lists_packages for listed in one.installed(site))
-    if any(not own or _is_in(listed, own, site) for listed in brought):
+    site, modules = Path(site_packages), _modules_of(target.path, Path(site_packages))
+    brought = (listed for adapter in adapters if adapter.lists_packages for listed in adapter.installed(site))
+    if any(not modules or _is_in(listed, modules, site) for listed in brought):
         return None
     folder = replace(target, kind="folder")
-    ours = any(one.attribute for file in environment_files(target.path, deep=True) for one in discover_file(file))
-    if not ours and not _declaring(target.path, adapters):
+    ours = any(
+        environment.attribute
+        for file in environment_files(target.path, deep=True)
+        for environment in discover_file(file)
+    )
+    if not ours and not _adapters_declaring(target.path, adapters):
         return None
     theirs = ecosystem_requirements(folder, adapters, site)
     return replace(folder, requirements=tuple(dict.fromkeys((*target.requirements, *theirs))))
 
 
-def without_build(target: Target, said: str) -> Target | None:
+def without_build(target: Target, output: str) -> Target | None:
     """Return the target of a project that runs from its files because it cannot be built, or because its requirements
     contradict each other and it lists others in `requirements.txt`; None if it says no more.
 
     Args:
-        said: What the installer printed.
+        output: What the installer printed.
     """
-    unresolved = _UNRESOLVED.search(said) is not None
-    if target.path is None or not target.path.is_dir() or not (unresolved or _UNBUILT.search(said)):
+    unresolved = _UNRESOLVED.search(output) is not None
+    if target.path is None or not target.path.is_dir() or not (unresolved or _UNBUILT.search(output)):
         return None
     project = pyproject_of(target.path).get("project")
     if project is None:
         return None
     place, listed = str(target.path.resolve()), target.path / "requirements.txt"
-    if not unresolved and place not in unquote(said) or "dependencies" in (project.get("dynamic") or ()):
+    if not unresolved and place not in unquote(output) or "dependencies" in (project.get("dynamic") or ()):
         return None
-    needed = [one for one in project.get("dependencies") or () if isinstance(one, str)]
+    needed = [line for line in project.get("dependencies") or () if isinstance(line, str)]
     if unresolved or not needed:
         needed = []
         with suppress(InvalidValue):  # its options are not requirements
             needed = list(_lines(listed, ())) if listed.is_file() else []
         if unresolved and not needed:
             return None
-    needed = [one for one in (*needed, *target.requirements) if one not in (str(target.path), place)]
+    needed = [line for line in (*needed, *target.requirements) if line not in (str(target.path), place)]
     kind = "git" if target.kind == "git" else "folder"
     return replace(target, kind=kind, requirements=tuple(dict.fromkeys(needed)), unbuilt=True)
 
 
 def _modules_of(project: Path, site: Path) -> set[str]:
     """Return the names at the top level that a project was installed with; none if that is not recorded."""
-    for one in metadata.distributions(path=[str(site)]):
-        source = one.read_text("direct_url.json")
+    for distribution in metadata.distributions(path=[str(site)]):
+        source = distribution.read_text("direct_url.json")
         if source and Path(unquote(urlsplit(json.loads(source)["url"]).path)).resolve() == project.resolve():
-            return {file.parts[0].removesuffix(".py") for file in one.files or () if file.suffix == ".py"}
+            return {file.parts[0].removesuffix(".py") for file in distribution.files or () if file.suffix == ".py"}
     return set()
 
 
@@ -295,36 +303,36 @@ def _is_in(listed: Listed, modules: set[str], site: Path) -> bool:
     places = [Path(text).resolve() for text in _texts(listed.target) if text.startswith("/")]
     if not places:
         return not modules.isdisjoint(re.findall(r"\w+", listed.target))
-    inside = (one.relative_to(site.resolve()).parts for one in places if one.is_relative_to(site.resolve()))
+    inside = (place.relative_to(site.resolve()).parts for place in places if place.is_relative_to(site.resolve()))
     return any(re.split(r"\W", parts[0])[0] in modules for parts in inside if parts)
 
 
 def _texts(target: str) -> list[str]:
     """Return the texts of a target, which may be JSON."""
     try:
-        found: list[Any] = [json.loads(target)]
+        values: list[Any] = [json.loads(target)]
     except ValueError:
         return [target]
-    for one in found:  # what it holds is added meanwhile
-        found += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-    return [one for one in found if isinstance(one, str)]
+    for item in values:  # what it holds is added meanwhile
+        values += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return [item for item in values if isinstance(item, str)]
 
 
-def _declaring(path: Path, adapters: Sequence[Adapter]) -> list[tuple[Adapter, bool]]:
+def _adapters_declaring(path: Path, adapters: Sequence[Adapter]) -> list[tuple[Adapter, bool]]:
     """Return the adapters with an interpreter of their own that find environments in a file, or in a folder's files,
     each with whether all of these do without its package."""
-    asked = [adapter for adapter in adapters if adapter.reads_files and adapter.package and adapter.requirements]
-    found: dict[str, tuple[Adapter, bool]] = {}
+    candidates = [adapter for adapter in adapters if adapter.reads_files and adapter.package and adapter.requirements]
+    declaring: dict[str, tuple[Adapter, bool]] = {}
     for file in [path] if path.is_file() else environment_files(path, deep=True):
         try:
             tree = parse(file)
-            for adapter in asked:
+            for adapter in candidates:
                 if listed := adapter.declared(file, tree):
-                    before = found.get(adapter.name, (adapter, True))[1]
-                    found[adapter.name] = adapter, before and all(one.standalone for one in listed)
+                    before = declaring.get(adapter.name, (adapter, True))[1]
+                    declaring[adapter.name] = adapter, before and all(environment.standalone for environment in listed)
         except Exception:  # Listing reports files that cannot be read.
             continue
-    return list(found.values())
+    return list(declaring.values())
 
 
 def pyproject_of(folder: Path) -> dict[str, Any]:
@@ -366,18 +374,20 @@ def _lines(file: Path, adapters: Sequence[Adapter]) -> list[str]:
 def _ecosystem_of(place: Path, adapters: Sequence[Adapter]) -> tuple[Adapter | None, tuple[str, ...]]:
     """Return the adapter of the ecosystem whose own project a folder is, and its further requirements."""
     try:
-        named = canonicalize_name(pyproject_of(place)["project"]["name"])
+        project_name = canonicalize_name(pyproject_of(place)["project"]["name"])
     except (KeyError, TypeError, AttributeError):
         return None, ()
     for adapter in adapters:
-        others = tuple(one for one in adapter.requirements if canonicalize_name(Requirement(one).name) != named)
+        others = tuple(
+            line for line in adapter.requirements if canonicalize_name(Requirement(line).name) != project_name
+        )
         if others != adapter.requirements:
             return adapter, others
     return None, ()
 
 
 def _ecosystems(adapters: Sequence[Adapter]) -> list[str]:
-    return [one.name for one in adapters if one.requirements]
+    return [adapter.name for adapter in adapters if adapter.requirements]
 
 
 def require_plain(text: str) -> None:

@@ -25,26 +25,26 @@ def overrides(requirements: Iterable[str]) -> Iterator[str]:
     version if it is asked for beside a project that takes the package by an address, which admits no version; that
     of its adapter if a project takes the package of an ecosystem from a folder.
     """
-    asked = list(requirements)
-    found: list[str] = []
+    texts = list(requirements)
+    declared: list[str] = []
     addressed: set[str] = set()
     folders: set[str] = set()
-    for one in asked:
-        if not Path(one).is_absolute():  # the name of a package, also if a folder here has it
+    for text in texts:
+        if not Path(text).is_absolute():  # the name of a package, also if a folder here has it
             continue
-        project = pyproject_of(Path(one))
-        found += [*_declared(project), *_above(Path(one), project)]
-        addressed |= _addressed(project)
-        folders |= _addressed(project, "path")
-    yield from found
-    taken: set[str] = {canonicalize_name(Requirement(line).name) for line in found}
+        project = pyproject_of(Path(text))
+        declared += [*_uv_overrides(project), *_projects_above(Path(text), project)]
+        addressed |= _names_by_address(project)
+        folders |= _names_by_address(project, "path")
+    yield from declared
+    taken: set[str] = {canonicalize_name(Requirement(line).name) for line in declared}
     chosen: set[str] = set()
-    for one in asked:
+    for text in texts:
         with contextlib.suppress(InvalidRequirement):
-            version = Requirement(one)
+            version = Requirement(text)
             if version.specifier and (name := canonicalize_name(version.name)) in addressed - taken:
                 chosen.add(name)
-                yield one  # uv combines several for one package
+                yield text  # uv combines several for one package
     taken |= chosen
     for adapter in adapters() if folders - taken else ():
         for line in adapter.requirements:
@@ -53,12 +53,12 @@ def overrides(requirements: Iterable[str]) -> Iterator[str]:
                 yield line
 
 
-def _declared(project: dict[str, Any]) -> Iterator[str]:
+def _uv_overrides(project: dict[str, Any]) -> Iterator[str]:
     try:
-        given = project["tool"]["uv"]["override-dependencies"]
+        lines = project["tool"]["uv"]["override-dependencies"]
     except (LookupError, TypeError):
         return
-    for line in given if isinstance(given, list) else ():
+    for line in lines if isinstance(lines, list) else ():
         with contextlib.suppress(InvalidRequirement, TypeError):
             Requirement(line)
             require_no_secret(line)
@@ -66,42 +66,48 @@ def _declared(project: dict[str, Any]) -> Iterator[str]:
                 yield line
 
 
-def _addressed(project: dict[str, Any], key: str = "") -> set[str]:
+def _names_by_address(project: dict[str, Any], key: str = "") -> set[str]:
     """Names of the packages that a project takes by an address, itself or by the sources that it gives uv.
 
     Args:
         key: Only sources with this key.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     with contextlib.suppress(InvalidRequirement, LookupError, TypeError):
-        found |= {one.name for line in project["project"]["dependencies"] if not key and (one := Requirement(line)).url}
+        names |= {
+            requirement.name
+            for line in project["project"]["dependencies"]
+            if not key and (requirement := Requirement(line)).url
+        }
     with contextlib.suppress(LookupError, TypeError, AttributeError):
-        found |= {name for name, source in project["tool"]["uv"]["sources"].items() if _is_address(source, key)}
-    return {str(canonicalize_name(name)) for name in found}
+        names |= {name for name, source in project["tool"]["uv"]["sources"].items() if _is_address(source, key)}
+    return {str(canonicalize_name(name)) for name in names}
 
 
 def _is_address(source: Any, key: str) -> bool:
     return isinstance(source, dict) and (key in source if key else "index" not in source)
 
 
-def _above(folder: Path, project: dict[str, Any]) -> Iterator[str]:
+def _projects_above(folder: Path, project: dict[str, Any]) -> Iterator[str]:
     try:
-        asked = [Requirement(line) for line in project["project"]["dependencies"]]
+        requirements = [Requirement(line) for line in project["project"]["dependencies"]]
     except (InvalidRequirement, LookupError, TypeError):
         return
-    for one in asked:
-        if one.url is None or not one.url.startswith("git+"):
+    for requirement in requirements:
+        if requirement.url is None or not requirement.url.startswith("git+"):
             continue
-        address = one.url.removeprefix("git+")
+        address = requirement.url.removeprefix("git+")
         if "@" in urlsplit(address).path or "#" in address:
             continue  # another commit than that of the clone, or a part of it, may be meant
         for place in folder.resolve().parents:
             if _is_clone(place, address) and _is_of_one_owner(folder, place):
                 about = pyproject_of(place).get("project")
-                named = str(about.get("name")) if isinstance(about, dict) else ""
-                if canonicalize_name(named) == canonicalize_name(one.name):
-                    extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
-                    yield f"{one.name}{extras} @ {place.as_uri()}" + (f" ; {one.marker}" if one.marker else "")
+                project_name = str(about.get("name")) if isinstance(about, dict) else ""
+                if canonicalize_name(project_name) == canonicalize_name(requirement.name):
+                    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+                    yield f"{requirement.name}{extras} @ {place.as_uri()}" + (
+                        f" ; {requirement.marker}" if requirement.marker else ""
+                    )
                 break
 
 

@@ -39,25 +39,25 @@ def better_python(adapter: Adapter | None) -> str | None:
     return newer_python(f"satisfy Python{adapter.python}")
 
 
-def newer_python(said: str) -> str | None:
+def newer_python(complaint: str) -> str | None:
     """Return the oldest Python of this machine that an installer's complaint asks for; None if there is no such one.
 
     Looks in PATH and where pyenv and uv keep theirs.
 
     Args:
-        said: What pip or uv printed about the version of Python.
+        complaint: What pip or uv printed about the version of Python.
     """
     wanted = []
-    for found in _REQUIRED.finditer(said):  # pip lists every version of a package with the Pythons that it takes
+    for match in _REQUIRED.finditer(complaint):  # pip lists every version of a package with the Pythons that it takes
         with contextlib.suppress(InvalidSpecifier):
-            wanted.append(SpecifierSet(found["what"].rstrip(",.;")))
+            wanted.append(SpecifierSet(match["what"].rstrip(",.;")))
     if not wanted:
         return None
     versions = []
     for python in _pythons():
         with contextlib.suppress(InvalidValue):  # it does not run, as pyenv's stand-ins do not
             versions.append((looked_at(python, _EACH_S).version, python))
-    fitting = [one for one in versions if any(_text(one[0]) in each for each in wanted)]
+    fitting = [candidate for candidate in versions if any(_text(candidate[0]) in specifiers for specifiers in wanted)]
     return min(fitting)[1] if fitting else None
 
 
@@ -103,17 +103,17 @@ def looked_at(python: str, within_s: float = _LOOK_S) -> Interpreter:
             text=True,
             timeout=within_s,
         )
-        said = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
+        facts = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise InvalidValue(
             f"{python} is not a working Python: {error}.", hint="Give the path of a Python interpreter."
         ) from None
-    if not isinstance(said, dict):
+    if not isinstance(facts, dict):
         raise InvalidValue(
             f"{python} is not a working Python; it printed: {excerpt(done.stderr.splitlines())}",
             hint="Give the path of a Python interpreter.",
         )
-    return Interpreter(tuple(said["version"]), str(said["site"]), str(said["what"]))
+    return Interpreter(tuple(facts["version"]), str(facts["site"]), str(facts["what"]))
 
 
 def require_import(python: str, adapter: Adapter, aside: Path) -> None:

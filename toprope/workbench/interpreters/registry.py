@@ -65,8 +65,8 @@ class Registry:
         Raises:
             Corrupt: The file cannot be read; TooNew if a newer version wrote it.
         """
-        found = find_record(self.path, REGISTRY_VERSION, _File)
-        return {} if found is None else found.environments
+        record = find_record(self.path, REGISTRY_VERSION, _File)
+        return {} if record is None else record.environments
 
     @contextmanager
     def changing(self) -> Iterator[dict[str, Added]]:
@@ -80,7 +80,7 @@ class Registry:
         try:
             with FileLock(f"{self.path}.lock", timeout=_WAIT_S, mode=0o600):
                 entries = self.read()
-                before = {name: one.model_copy() for name, one in entries.items()}
+                before = {name: entry.model_copy() for name, entry in entries.items()}
                 yield entries
                 if entries != before:
                     whole = _File(environments=dict(sorted(entries.items())))

@@ -119,13 +119,13 @@ class Store:
         """
         if not self.path.is_dir():
             return []
-        found = []
+        removable = []
         for path in sorted(self.path.iterdir()):
-            if path.name.startswith(_GONE) or (path.name.startswith(_MAKING) and _left(path)):
-                found.append(path)
+            if path.name.startswith(_GONE) or (path.name.startswith(_MAKING) and _is_abandoned(path)):
+                removable.append(path)
             elif path.is_dir() and not path.name.startswith(".") and path.name not in used:
-                found.append(path)
-        return found
+                removable.append(path)
+        return removable
 
     def _drop(self, place: Path) -> None:
         aside = place.with_name(f"{_GONE}{secrets.token_hex(6)}")
@@ -142,16 +142,16 @@ def digests_in_use(home: Home, digests: list[str], *, resumable: bool = False) -
         digests: Digests to look for.
         resumable: Count stopped runs, which somebody may resume, and lost ones that will resume by themselves.
     """
-    found: set[str] = set()
+    in_use: set[str] = set()
     if not digests:
-        return found
+        return in_use
     for place in (home.exports, home.datasets):
         for path in place.glob(".jobs/*/order.json"):
             with suppress(OSError):
                 text = path.read_text(encoding="utf-8")
                 mentioned = {digest for digest in digests if digest in text}
-                if mentioned - found and Job(path.parent).alive():
-                    found |= mentioned
+                if mentioned - in_use and Job(path.parent).alive():
+                    in_use |= mentioned
     for path in home.runs.iterdir() if home.runs.is_dir() else ():
         folder = RunFolder(path)
         try:
@@ -159,9 +159,9 @@ def digests_in_use(home: Home, digests: list[str], *, resumable: bool = False) -
         except OSError:
             continue
         mentioned = {digest for digest in digests if digest in text}
-        if mentioned - found and (is_held(folder.lock) or not _ended(folder, resumable)):
-            found |= mentioned
-    return found
+        if mentioned - in_use and (is_held(folder.lock) or not _has_ended(folder, resumable)):
+            in_use |= mentioned
+    return in_use
 
 
 def bytes_of(folder: Path) -> int:
@@ -175,7 +175,7 @@ def bytes_of(folder: Path) -> int:
     return total
 
 
-def _left(aside: Path) -> bool:
+def _is_abandoned(aside: Path) -> bool:
     """Return True if a temporary folder is abandoned; its lock is taken shortly after its creation."""
     try:
         return not is_held(aside / "lock") and time.time() - aside.stat().st_mtime > _YOUNG_S
@@ -183,7 +183,7 @@ def _left(aside: Path) -> bool:
         return False
 
 
-def _ended(folder: RunFolder, resumable: bool) -> bool:
+def _has_ended(folder: RunFolder, resumable: bool) -> bool:
     try:
         status = Status.read(folder)
     except Corrupt:

@@ -40,31 +40,34 @@ def fetched_uv(pip: Sequence[str], place: Path, commands: Commands) -> list[str]
     program = place / "bin" / "uv"
     if code or not program.is_file():
         return None
-    told = _settings_of(pip)
-    constraints = told.pop("constraint", [])
-    lines = ["no-index = true"] if told.pop("no-index", [""])[0].lower() in _YES else []
-    lines += [f"{_OF_UV[name]} = {json.dumps(one[0] if name == 'index-url' else one)}" for name, one in told.items()]
+    settings = _settings_of(pip)
+    constraints = settings.pop("constraint", [])
+    lines = ["no-index = true"] if settings.pop("no-index", [""])[0].lower() in _YES else []
+    lines += [
+        f"{_OF_UV[name]} = {json.dumps(values[0] if name == 'index-url' else values)}"
+        for name, values in settings.items()
+    ]
     lines += ['index-strategy = "unsafe-best-match"'] if lines else []  # like pip
     file = place.with_name("uv.toml")
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as written:
         written.write("".join(f"{line}\n" for line in lines))
-    return [str(program), f"--config-file={file}", *(f"--constraint={one}" for one in constraints)]
+    return [str(program), f"--config-file={file}", *(f"--constraint={constraint}" for constraint in constraints)]
 
 
 def _settings_of(pip: Sequence[str]) -> dict[str, list[str]]:
     """Return pip's settings for where it finds packages; a variable precedes a file."""
-    asked = [*pip, "config", "list"]
+    command = [*pip, "config", "list"]
     try:
-        printed = subprocess.run(asked, env=variables(), capture_output=True, text=True, timeout=_ASK_S).stdout
+        printed = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=_ASK_S).stdout
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
-    found: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     for line in sorted(printed.splitlines(), key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
         scope, _, key = name.rpartition(".")
         if scope in ("global", "install", ":env:") and key in (*_OF_UV, "constraint", "no-index"):
             try:
-                found[key] = str(ast.literal_eval(value)).split()
+                settings[key] = str(ast.literal_eval(value)).split()
             except (ValueError, SyntaxError):
                 continue
-    return {key: values for key, values in found.items() if values}
+    return {key: values for key, values in settings.items() if values}

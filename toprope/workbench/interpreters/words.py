@@ -38,28 +38,28 @@ _NOISE = re.compile(r"^\s*(WARNING: Retrying|Looking in|Requirement already|\[no
 
 def excerpt(lines: Sequence[str]) -> str:
     """Return the output lines that show the error, shortened."""
-    told = [_VERSIONS.sub(r"any version of \g<name>", line) for line in lines if not _NOISE.match(line)]
-    first = next((place for place, line in enumerate(told) if re.match(r"\s*(ERROR|error|×)", line)), None)
-    chosen = told[first : first + 12] if first is not None else told[-8:]
-    cause = [line for line in told if line.lstrip().startswith("fatal: ")]  # of git; pip prints it above its own error
+    kept = [_VERSIONS.sub(r"any version of \g<name>", line) for line in lines if not _NOISE.match(line)]
+    first = next((place for place, line in enumerate(kept) if re.match(r"\s*(ERROR|error|×)", line)), None)
+    chosen = kept[first : first + 12] if first is not None else kept[-8:]
+    cause = [line for line in kept if line.lstrip().startswith("fatal: ")]  # of git; pip prints it above its own error
     text = "\n".join(dict.fromkeys(line.strip() for line in [*cause, *chosen]))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def failure(what: str, lines: Sequence[str], *, offline: bool, constraint: str = "") -> EnvironmentFailed:
+def failure(name: str, lines: Sequence[str], *, offline: bool, constraint: str = "") -> EnvironmentFailed:
     """Return the error for a failed installer.
 
     Args:
-        what: The requested environment.
+        name: The requested environment.
         lines: Output of the installer.
         offline: True if it ran without an index.
         constraint: The pin of torch in force, with which others may conflict.
     """
     text = _VERSIONS.sub(r"any version of \g<name>", "\n".join(lines))
-    which = next((match["what"].strip() for one in _WHICH if (match := re.search(one, text, re.MULTILINE))), "")
-    said = f"{what} was not installed and nothing was kept."
+    which = next((match["what"].strip() for pattern in _WHICH if (match := re.search(pattern, text, re.MULTILINE))), "")
+    message = f"{name} was not installed and nothing was kept."
     if which:
-        said = f"{what} was not installed, because of the requirement {which}; nothing was kept."
+        message = f"{name} was not installed, because of the requirement {which}; nothing was kept."
     hint = "Fix the requirement, or give another with --requirement."
     if "No space left on device" in text:
         hint = "The disk is full: make room (toprope prune) and add it again."
@@ -76,7 +76,7 @@ def failure(what: str, lines: Sequence[str], *, offline: bool, constraint: str =
         hint += "--base names one that is not found."
     elif constraint and "torch" in text and ("conflict" in text or "unsatisfiable" in text):
         hint = f"torch is pinned to Toprope's own version ({constraint}); --torch any removes the pin (gigabytes)."
-    return EnvironmentFailed(f"{said} The installer printed:\n{excerpt(lines)}", hint=hint)
+    return EnvironmentFailed(f"{message} The installer printed:\n{excerpt(lines)}", hint=hint)
 
 
 def progress_of(line: str) -> str:
@@ -99,10 +99,10 @@ def telling(progress: Callable[[str], None]) -> Callable[[str], None]:
     """Return a function that takes an installer's lines and passes on what is news."""
     last = [""]
 
-    def heard(line: str) -> None:
+    def pass_on(line: str) -> None:
         news = progress_of(line)
         if news and news != last[0]:
             last[0] = news
             progress(news)
 
-    return heard
+    return pass_on

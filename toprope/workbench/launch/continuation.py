@@ -69,14 +69,14 @@ def freeze_continuation(
     require_whole_model(config)
     config = with_variables_of(base[1], config, locks)
     # A lock on policy.model is about the model that the first of these runs began with.
-    asked = config.model_copy(deep=True)
-    asked.policy = _origin(folder, run).config.policy.model_copy(
+    judged = config.model_copy(deep=True)
+    judged.policy = _origin(folder, run).config.policy.model_copy(
         update={"chat_template_kwargs": config.policy.chat_template_kwargs}
     )
     if locks.refusal("optimizer.warmup_steps", 0) is not None:
-        config.optimizer = asked.optimizer = run.config.optimizer
-    locks.enforce(asked, all_fields(knobs))
-    hold_locks(asked, locks)
+        config.optimizer = judged.optimizer = run.config.optimizer
+    locks.enforce(judged, all_fields(knobs))
+    hold_locks(judged, locks)
     now = time.time()
     return run.model_copy(
         update={
@@ -111,8 +111,8 @@ def _origin(folder: RunFolder, run: Specification) -> Specification:
 def _continued_by(folder: RunFolder, run_id: str) -> str | None:
     """Return a live run that goes on with this one."""
     for path in folder.path.parent.glob("more-*"):
-        other = RunFolder(path)
+        candidate = RunFolder(path)
         with suppress(NotFound, Corrupt):  # unreadable, or deleted meanwhile
-            if Specification.read(other).continued_run == run_id and Status.read(other).state in LIVE:
-                return other.run_id
+            if Specification.read(candidate).continued_run == run_id and Status.read(candidate).state in LIVE:
+                return candidate.run_id
     return None

@@ -36,15 +36,15 @@ def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> 
     """
     if config.algorithm.name != "custom":
         return None
-    named = config.algorithm.trainer
-    if _METHOD.fullmatch(named):
-        named = _registered(named, folders) or named
-    form = _FORM.fullmatch(named)
+    trainer = config.algorithm.trainer
+    if _METHOD.fullmatch(trainer):
+        trainer = _find_registered(trainer, folders) or trainer
+    form = _FORM.fullmatch(trainer)
     if form is None or Path(form["file"]).is_absolute() or ".." in Path(form["file"]).parts:
         raise InvalidValue(
-            f"algorithm.trainer is {shown(named)}, which is neither a 'file.py:Class' nor the name of a method "
+            f"algorithm.trainer is {shown(trainer)}, which is neither a 'file.py:Class' nor the name of a method "
             "in one of the owner's folders.",
-            hint=_known(folders, settings_file),
+            hint=_hint_of_known(folders, settings_file),
         )
     for folder in folders:
         file = folder / form["file"]
@@ -57,7 +57,7 @@ def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> 
             raise NotFound(f"{file} defines no class {form['attribute']}.", hint=nearest(form["attribute"], classes))
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         return TrainerSource(file=str(file.resolve()), attribute=form["attribute"], sha256=digest)
-    raise NotFound(f"There is no trainer {shown(named)}.", hint=_known(folders, settings_file))
+    raise NotFound(f"There is no trainer {shown(trainer)}.", hint=_hint_of_known(folders, settings_file))
 
 
 def _classes(file: Path) -> list[str]:
@@ -67,7 +67,7 @@ def _classes(file: Path) -> list[str]:
         raise InvalidValue(str(error), hint="Correct the file.") from None
 
 
-def _registered(name: str, folders: Sequence[Path]) -> str | None:
+def _find_registered(name: str, folders: Sequence[Path]) -> str | None:
     """Return the `file.py:Class` of the class that registers a method of this name, the first in the folders' order."""
     for folder in folders:
         for file in sorted(folder.glob("*.py")):
@@ -75,9 +75,9 @@ def _registered(name: str, folders: Sequence[Path]) -> str | None:
                 tree = ast.parse(file.read_bytes())
             except (OSError, SyntaxError, ValueError):
                 continue
-            for one in tree.body:
-                if isinstance(one, ast.ClassDef) and name in map(_method, one.body):
-                    return f"{file.name}:{one.name}"
+            for definition in tree.body:
+                if isinstance(definition, ast.ClassDef) and name in map(_method, definition.body):
+                    return f"{file.name}:{definition.name}"
     return None
 
 
@@ -89,15 +89,15 @@ def _method(line: ast.stmt) -> str | None:
     return str(line.value.value) if isinstance(target, ast.Name) and target.id == "method" else None
 
 
-def _known(folders: Sequence[Path], settings_file: Path) -> str:
+def _hint_of_known(folders: Sequence[Path], settings_file: Path) -> str:
     if not folders:
         return f"The owner names folders with trainers in {settings_file}: trainers: [my-trainers]."
-    found = []
+    trainers = []
     for folder in folders:
         for file in sorted(folder.glob("*.py"))[:50]:
             try:
-                found += [f"{file.name}:{name}" for name in _classes(file)]
+                trainers += [f"{file.name}:{name}" for name in _classes(file)]
             except InvalidValue:
                 continue
-    where = ", ".join(str(folder) for folder in folders)
-    return f"In {where}: {', '.join(found[:20])}." if found else f"There is no trainer in {where}."
+    places = ", ".join(str(folder) for folder in folders)
+    return f"In {places}: {', '.join(trainers[:20])}." if trainers else f"There is no trainer in {places}."

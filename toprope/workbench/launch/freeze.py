@@ -96,7 +96,7 @@ def freeze_drafts(
         teacher = resolve_teacher(first.sft.teacher, settings, home.preset_folders, home.settings_file)
     if kind.trains or kind.starts_runs:
         trainer = trainer_of(first, home.trainer_folders(settings), home.settings_file)
-    found = []
+    specifications = []
     for draft in drafts:
         begins = base or (None if kind.starts_runs else base_of(draft.config.policy.model, home.runs))
         weights = draft.config.policy.model if begins is None else begins[1]
@@ -121,12 +121,12 @@ def freeze_drafts(
         if kind.demonstrates:
             specification = with_dataset(specification, home.datasets)
         require_interpreters(specification)
-        found.append(with_split_rule(specification, home.runs, split_rule))
-    for lacking in missing_keys(found[0], settings, home.settings_file) if with_keys else ():
+        specifications.append(with_split_rule(specification, home.runs, split_rule))
+    for lacking in missing_keys(specifications[0], settings, home.settings_file) if with_keys else ():
         raise lacking
-    require_trackers(found[0].config)
-    describe_job(found[0], home)  # a cluster that the owner does not have is refused here
-    return found
+    require_trackers(specifications[0].config)
+    describe_job(specifications[0], home)  # a cluster that the owner does not have is refused here
+    return specifications
 
 
 def _with_helpers(specification: Specification, home: Home) -> Specification:
@@ -138,8 +138,10 @@ def _with_helpers(specification: Specification, home: Home) -> Specification:
     section = specification.config.environment
     helpers = resolve_helpers(section, home.settings(), home.preset_folders, home.settings_file)
     is_run = section.opponent.startswith(RUN)
-    other = base_of(section.opponent, home.runs, "environment.opponent") if is_run else None
-    return specification.model_copy(update={"helpers": helpers, "opponent_policy": None if other is None else other[1]})
+    opponent = base_of(section.opponent, home.runs, "environment.opponent") if is_run else None
+    return specification.model_copy(
+        update={"helpers": helpers, "opponent_policy": None if opponent is None else opponent[1]}
+    )
 
 
 def _ingredients(home: Home, draft: Draft) -> Ingredients | None:

@@ -54,11 +54,11 @@ def hold_run(run: Specification, locks: Locks, runs: Path) -> None:
     config = run.config if run.ask is not None else with_variables_of(run.config.policy.model, run.config, locks)
     if run.base_run is not None and locks.refusal("policy.model", config.policy.model):
         # It was frozen as the folder of the weights.
-        named = f"{RUN}{run.base_run}"
-        model = named if locks.refusal("policy.model", named) is None else _first_model(run, runs)
+        base = f"{RUN}{run.base_run}"
+        model = base if locks.refusal("policy.model", base) is None else _first_model(run, runs)
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"model": model})})
-    own = [{"name": name, "default": value} for name, value in config.environment.knobs.items()]
-    fields = all_fields(own)
+    knobs = [{"name": name, "default": value} for name, value in config.environment.knobs.items()]
+    fields = all_fields(knobs)
     if run.ask is not None:
         fields = {name: field for name, field in fields.items() if name.startswith(("launcher.", "rollout."))}
     locks.enforce(config, fields)

@@ -38,14 +38,17 @@ def renewed(specifications: Sequence[Specification], home: Home) -> list[Specifi
     """
     first = specifications[0]
     sources = [first.environment, *first.mixture]
-    if first.ask is not None or not any(map(_allowed, sources)):
+    if first.ask is not None or not any(map(_permissions_of, sources)):
         return list(specifications)
     catalog, plans = Catalog.of_home(home), members_of(first.config.environment)
     environment, *mixture = [
-        _renewed(source, plan.section.knobs, catalog) if _allowed(source) else source
+        _renew(source, plan.section.knobs, catalog) if _permissions_of(source) else source
         for source, plan in zip(sources, plans, strict=True)
     ]
-    return [one.model_copy(update={"environment": environment, "mixture": mixture}) for one in specifications]
+    return [
+        specification.model_copy(update={"environment": environment, "mixture": mixture})
+        for specification in specifications
+    ]
 
 
 def tool_variables(run: Specification, home: Home) -> dict[str, str]:
@@ -57,31 +60,31 @@ def tool_variables(run: Specification, home: Home) -> dict[str, str]:
     sources, settings = [run.environment, *run.mixture], home.settings()
     if run.ask is not None or all(source.adapter != ORCHESTRATOR for source in sources):
         return {}
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for source, plan in zip(sources, members_of(run.config.environment), strict=True):
         if source.adapter != ORCHESTRATOR:
             continue
-        tools, used = _allowed(source).get("tools", {}), source.tools_in(*plan.knob_sets)
-        found |= settings.variables_of_tools(used)
+        tools, used = _permissions_of(source).get("tools", {}), source.tools_in(*plan.knob_sets)
+        variables |= settings.variables_of_tools(used)
         for tool in sorted(used):
             for name in tools.get(tool, {}).get("variables", ()):
-                if tool_variable(tool, name) not in found:
+                if tool_variable(tool, name) not in variables:
                     raise LockedField(
                         f"{source.name}: the tool {shown(tool)} needs the variable {name}, which the owner's settings "
                         "do not have any more.",
                         hint=f"The owner puts it into {home.settings_file}: "
                         f"tools: {{{tool}: {{variables: {{{name}: <its value>}}}}}}.",
                     )
-    return found
+    return variables
 
 
-def _allowed(source: EnvironmentSource) -> dict[str, Any]:
+def _permissions_of(source: EnvironmentSource) -> dict[str, Any]:
     """Return what the owner allowed an environment; empty for those that take no permissions."""
     target = json.loads(source.target or "{}") if source.adapter in _LENDING else {}
     return target if any(target.get(key) for key in _PERMISSIONS) else {}
 
 
-def _renewed(source: EnvironmentSource, knobs: Mapping[str, Any], catalog: Catalog) -> EnvironmentSource:
+def _renew(source: EnvironmentSource, knobs: Mapping[str, Any], catalog: Catalog) -> EnvironmentSource:
     try:
         entry = catalog.lent(source.name)
     except NotFound as gone:
@@ -95,7 +98,7 @@ def _renewed(source: EnvironmentSource, knobs: Mapping[str, Any], catalog: Catal
         )
     if now.target == source.target:
         return source
-    former, lent = _allowed(source), _allowed(now)
+    former, lent = _permissions_of(source), _permissions_of(now)
     for tool in knobs.get("tools") or ():
         is_made_up = tool == "web_search" and knobs.get("facts")
         if tool in former.get("tools", {}) and tool not in lent.get("tools", {}) and not is_made_up:
@@ -104,7 +107,7 @@ def _renewed(source: EnvironmentSource, knobs: Mapping[str, Any], catalog: Catal
                 hint="edit_config takes it out of environment.knobs.tools, or ask the owner.",
             )
     path = str(knobs.get("path") or former.get("knobs", {}).get("path") or "")
-    if path and not path.startswith(HUB) and _reads(former, path) and not _reads(lent, path):
+    if path and not path.startswith(HUB) and _may_read(former, path) and not _may_read(lent, path):
         raise LockedField(
             f"{source.name}: the owner does not lend {shown(path)} any more.",
             hint="edit_config names another file in environment.knobs.path, or ask the owner.",
@@ -112,9 +115,9 @@ def _renewed(source: EnvironmentSource, knobs: Mapping[str, Any], catalog: Catal
     return source.model_copy(update={"target": now.target})
 
 
-def _reads(target: Mapping[str, Any], path: str) -> bool:
+def _may_read(target: Mapping[str, Any], path: str) -> bool:
     """Return True if a target lets an environment read a file."""
-    folders, files = ([Path(one) for one in target.get(key, ())] for key in ("folders", "files"))
+    folders, files = ([Path(allowed) for allowed in target.get(key, ())] for key in ("folders", "files"))
     try:
         allowed_file(path, folders, files)
     except (InvalidRequest, OSError, RuntimeError, ValueError):

@@ -37,17 +37,17 @@ def policy_named(model: str, runs: Path) -> str:
     Raises:
         NotFound: It names no run, but has the form of a run's id, or is a seed group; the message names the nearest.
     """
-    named = model.removeprefix(RUN).strip()
-    run_id = named.partition("@")[0]
+    name = model.removeprefix(RUN).strip()
+    run_id = name.partition("@")[0]
     if RUN_ID.fullmatch(run_id) and (runs / run_id).is_dir():
-        split_step(named)
-        return f"{RUN}{named}"
+        split_step(name)
+        return f"{RUN}{name}"
     if not model.startswith(RUN) and not _LIKE_A_RUN.search(run_id):
         return model
     try:
         RunFolder.open(runs, run_id)
     except NotFound as error:
-        near = [f"{RUN}{one}" for one in nearest_runs(runs, run_id)]
+        near = [f"{RUN}{near_id}" for near_id in nearest_runs(runs, run_id)]
         hint = (
             f"Did you mean {' or '.join(near)}?" if near else f"{error.hint} {RUN}RUN_ID begins with a run's weights."
         )
@@ -80,10 +80,10 @@ def base_of(model: str, runs: Path, field: str = "policy.model") -> tuple[str, s
             hint=f'check_status(run_ids=["{folder.run_id}"], wait_s=45, until="end") waits for it.',
         )
     try:
-        found = checkpoint_of(folder, step, hash_bytes=_HASH_BYTES)
+        checkpoint = checkpoint_of(folder, step, hash_bytes=_HASH_BYTES)
     except (NotFound, Corrupt) as error:
         raise NotPossibleNow(f"{field} is {model}: {error.message}", hint=error.hint) from None
-    return folder.run_id, str(found.path / "model")
+    return folder.run_id, str(checkpoint.path / "model")
 
 
 def with_variables_of(model: str, config: Config, locks: Locks) -> Config:
@@ -95,14 +95,14 @@ def with_variables_of(model: str, config: Config, locks: Locks) -> Config:
     Raises:
         LockedField: The owner does not allow these variables.
     """
-    kept, own = kept_variables(model), config.policy.chat_template_kwargs
-    if kept.keys() <= own.keys():
+    kept, configured = kept_variables(model), config.policy.chat_template_kwargs
+    if kept.keys() <= configured.keys():
         return config
-    named = shown(config.policy.model)
-    hint = f"The weights of {named} keep {shown(kept)} in their chat template. Set each as allowed, or use others."
-    locks.require({"policy.chat_template_kwargs": kept | own}, hint)
+    model_name = shown(config.policy.model)
+    hint = f"The weights of {model_name} keep {shown(kept)} in their chat template. Set each as allowed, or use others."
+    locks.require({"policy.chat_template_kwargs": kept | configured}, hint)
     config = config.model_copy(deep=True)
-    config.policy.chat_template_kwargs = kept | own
+    config.policy.chat_template_kwargs = kept | configured
     return config
 
 
@@ -157,11 +157,11 @@ def with_dataset(specification: Specification, datasets: Path) -> Specification:
         NotFound: There is no such data set or version.
         Corrupt: Its files were changed since they were written.
     """
-    asked = specification.config.sft.dataset
-    if not asked:
+    name = specification.config.sft.dataset
+    if not name:
         return specification
-    version = DatasetStore(datasets).find(asked)
-    if sum(one.bytes for one in version.record.files.values()) <= _HASH_BYTES:
+    version = DatasetStore(datasets).find(name)
+    if sum(entry.bytes for entry in version.record.files.values()) <= _HASH_BYTES:
         version.require_sound()
     file = version.training_file()
     stored = version.record.files[file.name]

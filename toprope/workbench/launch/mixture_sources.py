@@ -45,20 +45,20 @@ def blend(draft: Draft, find: Callable[[str], Entry], folders: Sequence[Path]) -
         InvalidValue: An environment is not ready, or a file is in another folder.
     """
     first, *others = members_of(draft.config.environment)
-    own = own_source(draft, folders)
+    selected = own_source(draft, folders)
     mixture = []
     for plan in others:
         entry = find(plan.name)
         if not entry.usable:
             raise InvalidValue(f"environment.mixture: {plan.name} is {entry.status}.", hint=entry.problem)
         source = entry.environment.model_copy(update={"rewards": _rewards(plan, folders)})
-        if source.model_dump() == own.model_dump() and plan.section.knobs == first.section.knobs:
+        if source.model_dump() == selected.model_dump() and plan.section.knobs == first.section.knobs:
             raise InvalidValue(
                 f"environment.mixture contains {plan.label}, which is the selected environment with the same knobs.",
                 hint="Give it other knobs, or leave it out and set environment.weight.",
             )
         mixture.append(source)
-    return Ingredients(own, mixture)
+    return Ingredients(selected, mixture)
 
 
 def own_source(draft: Draft, folders: Sequence[Path]) -> EnvironmentSource:
@@ -84,8 +84,8 @@ def hold_locks(config: Config, locks: Locks) -> None:
                 raise LockedField(f"{plan.label}: a level of its curriculum: {refusal}")
         if not place:
             continue
-        given = [{"name": name, "default": value} for name, value in plan.section.knobs.items()]
-        fields = {name: one for name, one in all_fields(given).items() if name.startswith("environment.")}
+        knobs = [{"name": name, "default": value} for name, value in plan.section.knobs.items()]
+        fields = {name: setting for name, setting in all_fields(knobs).items() if name.startswith("environment.")}
         # A lock on the mixture decides which environments it may contain; weights and shares concern the whole.
         for name in ("mixture", "weight", "min_share"):
             fields.pop(f"environment.{name}", None)
@@ -96,7 +96,7 @@ def hold_locks(config: Config, locks: Locks) -> None:
 
 
 def _rewards(plan: MemberPlan, folders: Sequence[Path]) -> list[RewardSource]:
-    return [reward_source(one, folders) for one in plan.rewards if one.fn]
+    return [reward_source(reward, folders) for reward in plan.rewards if reward.fn]
 
 
 def reward_source(function: RewardFunction, folders: Iterable[Path]) -> RewardSource:
@@ -111,18 +111,18 @@ def reward_source(function: RewardFunction, folders: Iterable[Path]) -> RewardSo
         InvalidValue: The file is in another folder, or not valid Python.
     """
     folders = list(dict.fromkeys(folder.absolute() for folder in folders))
-    named = Path(function.file)
+    path = Path(function.file)
     allowed = ", ".join(map(str, folders))
     outside = InvalidValue(
         f"The reward function {function.name} is in {shown(function.file)}, outside the owner's folders with "
         "environments.",
         hint=f"Move the file into one of these folders: {allowed}.",
     )
-    if ".." in named.parts:
+    if ".." in path.parts:
         raise outside
     for folder in folders:
-        file = folder / named  # an absolute path replaces the folder
-        if named.is_absolute() and not file.is_relative_to(folder):
+        file = folder / path  # an absolute path replaces the folder
+        if path.is_absolute() and not file.is_relative_to(folder):
             continue
         if not file.is_file():
             continue
@@ -137,7 +137,7 @@ def reward_source(function: RewardFunction, folders: Iterable[Path]) -> RewardSo
             file=str(file.resolve()),
             attribute=function.function,
         )
-    if named.is_absolute():
+    if path.is_absolute():
         raise outside
     raise NotFound(
         f"The reward function {function.name} is in {shown(function.file)}, which does not exist.",

@@ -72,14 +72,14 @@ def variables_of(specification: Specification, home: Home) -> dict[str, dict[str
     """
     from toprope.workbench.launch.lent import tool_variables  # imports the catalog, which most callers do not need
 
-    found = variables_for(specification, home.settings(), home.preset_folders)
+    variables = variables_for(specification, home.settings(), home.preset_folders)
     if lent := tool_variables(specification, home):
-        found["environment"] = {**found.get("environment", {}), **lent}
+        variables["environment"] = {**variables.get("environment", {}), **lent}
     places = {"TOPROPE_HOME": str(home.path), "TOPROPE_CONFIG": str(home.configuration)}
-    found[KEEPER] = places
+    variables[KEEPER] = places
     if specification.run_kind.starts_runs:
-        found[CONDUCTOR] = {**found.get(CONDUCTOR, {}), **places}
-    return found
+        variables[CONDUCTOR] = {**variables.get(CONDUCTOR, {}), **places}
+    return variables
 
 
 def variables_to_resume(home: Home, specification: Specification) -> Mapping[str, Mapping[str, str]]:

@@ -132,43 +132,43 @@ def preview(
         job: What an engine would be asked for, in words.
     """
     first, count = specifications[0], len(specifications)
-    measured, alike = _measured(first, runs)
+    measured, alike = _comparable_runs(first, runs)
     frozen = first.limits
-    found = _estimates(first, measured, demand, limits, count)
-    shown = Preview(
+    estimates = _estimates(first, measured, demand, limits, count)
+    unhashed = Preview(
         count=count,
-        estimates=found,
+        estimates=estimates,
         basis=_basis(first, measured, alike, runs) + _KEPT[first.config.logging.keep_rollouts] + job,
         steps=steps_of(first),
         # Free disk space changes with every write, so it must not be part of the hash.
         caps={name: cap.value for name, cap in (frozen.caps if frozen else {}).items() if cap.limit != "disk_gb"},
     )
-    return Preview(**{**vars(shown), "hash": _hash(specifications, shown, frozen)})
+    return Preview(**{**vars(unhashed), "hash": _hash(specifications, unhashed, frozen)})
 
 
-def summarize(specifications: Sequence[Specification], shown: Preview) -> str:
+def summarize(specifications: Sequence[Specification], costs: Preview) -> str:
     """Say in one line what would start and what it may take, for the person who approves it."""
     first = specifications[0]
-    what = f"{shown.count} runs of kind {first.kind}" if shown.count > 1 else f"a run of kind {first.kind}"
+    started = f"{costs.count} runs of kind {first.kind}" if costs.count > 1 else f"a run of kind {first.kind}"
     whose = f"repeats {first.reproduces}" if first.reproduces else f"{first.draft_id} revision {first.draft_revision}"
-    models = [one.name for one in first.test.models] if first.test else []
+    models = [model.name for model in first.test.models] if first.test else []
     models += [first.teacher.name] if first.teacher else []
     models += first.helpers
     parts = [
-        f"{name} up to {one.high:.3g}" if one is not None else f"{name} unknown"
-        for name, one in shown.estimates.items()
+        f"{name} up to {estimate.high:.3g}" if estimate is not None else f"{name} unknown"
+        for name, estimate in costs.estimates.items()
     ]
-    caps = ", ".join(f"{value:.3g} {name}" for name, value in shown.caps.items())
+    caps = ", ".join(f"{value:.3g} {name}" for name, value in costs.caps.items())
     return (
-        f"{what}, environment {first.environment.name}, {whose}"
-        + (f", at most {shown.steps} steps" if shown.steps else "")
+        f"{started}, environment {first.environment.name}, {whose}"
+        + (f", at most {costs.steps} steps" if costs.steps else "")
         + (f", models {', '.join(models)}" if models else "")
         + f"; {'; '.join(parts)}"
         + (f"; stopped at {caps}" if caps else "")
     )
 
 
-def details_of(specifications: Sequence[Specification], shown: Preview, why: str) -> dict[str, Any]:
+def details_of(specifications: Sequence[Specification], costs: Preview, why: str) -> dict[str, Any]:
     """The start, the reason to ask a person, and the costs, for a page that shows them."""
     first = specifications[0]
     return {
@@ -177,17 +177,17 @@ def details_of(specifications: Sequence[Specification], shown: Preview, why: str
         "environment": first.environment.name,
         "draft_id": first.draft_id,
         "changes": clip(", ".join(f"{name} {value(now)}" for name, (_, now) in first.beside_preset.items()), 400),
-        "runs": shown.count,
-        "steps": shown.steps,
-        "caps": shown.caps,
+        "runs": costs.count,
+        "steps": costs.steps,
+        "caps": costs.caps,
         "estimates": {
-            name: None if one is None else {"value": one.value, "low": one.low, "high": one.high}
-            for name, one in shown.estimates.items()
+            name: None if estimate is None else {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+            for name, estimate in costs.estimates.items()
         },
     }
 
 
-def needs_confirmation(limits: Limits, shown: Preview) -> str:
+def needs_confirmation(limits: Limits, costs: Preview) -> str:
     """Return why the owner wants a start confirmed; empty if not. An unknown quantity counts as its cap."""
     if limits.confirm == "never":
         return ""
@@ -195,14 +195,14 @@ def needs_confirmation(limits: Limits, shown: Preview) -> str:
         return "The owner wants every start confirmed."
     for quantity, threshold in limits.above.items():
         if quantity == "steps":
-            high: float | None = float(shown.steps)
+            high: float | None = float(costs.steps)
         else:
-            estimate, cap = shown.estimates.get(quantity), shown.caps.get(quantity)
-            together = 1 if quantity == "wall_hours" else shown.count  # estimates are for all runs, a cap for each
+            estimate, cap = costs.estimates.get(quantity), costs.caps.get(quantity)
+            together = 1 if quantity == "wall_hours" else costs.count  # estimates are for all runs, a cap for each
             high = (None if cap is None else cap * together) if estimate is None else estimate.high
         if high is None or high > threshold:
-            told = "an unknown amount" if high is None else f"up to {high:.3g}"
-            return f"The owner wants starts above {threshold:g} {UNITS[quantity]} confirmed; this may take {told}."
+            amount = "an unknown amount" if high is None else f"up to {high:.3g}"
+            return f"The owner wants starts above {threshold:g} {UNITS[quantity]} confirmed; this may take {amount}."
     return ""
 
 
@@ -219,32 +219,32 @@ def _estimates(
         return unknown
     planned, longest_s = steps_of(first), first.config.budget.max_train_seconds
     walls, cpus, disks, steps = [], [], [], []
-    for one in measured:
-        train_s = planned * one.step_s
+    for run in measured:
+        train_s = planned * run.step_s
         if longest_s is not None:
             train_s = min(train_s, longest_s)
-        wall = one.before_s + train_s + one.after_s
+        wall = run.before_s + train_s + run.after_s
         walls.append(wall / HOUR)
-        steps.append(train_s / one.step_s)
-        if one.processors is not None:
-            cpus.append(one.processors * wall / HOUR)
-        disks.append((one.fixed_bytes + one.step_bytes * steps[-1]) / GB)
-    found = unknown | {"wall_hours": Estimate.of(walls), "disk_gb": Estimate.of(disks).times(count)}
-    found["cpu_hours"] = Estimate.of(cpus).times(count) if cpus else None
+        steps.append(train_s / run.step_s)
+        if run.processors is not None:
+            cpus.append(run.processors * wall / HOUR)
+        disks.append((run.fixed_bytes + run.step_bytes * steps[-1]) / GB)
+    estimates = unknown | {"wall_hours": Estimate.of(walls), "disk_gb": Estimate.of(disks).times(count)}
+    estimates["cpu_hours"] = Estimate.of(cpus).times(count) if cpus else None
     if demand.gpu is not None:
-        found["gpu_hours"] = Estimate.of(walls).times(count * demand.gpus)
-    memories = [one.memory_bytes / GB for one in measured if one.memory_bytes]
-    found["memory_gb"] = Estimate.of(memories) if memories else None
+        estimates["gpu_hours"] = Estimate.of(walls).times(count * demand.gpus)
+    memories = [run.memory_bytes / GB for run in measured if run.memory_bytes]
+    estimates["memory_gb"] = Estimate.of(memories) if memories else None
     cpu_price = limits.prices.cpu_hour_usd
     gpu_price = limits.prices.of_gpu(demand.gpu) if demand.gpu is not None else 0.0
-    cpu, gpu = found["cpu_hours"], found["gpu_hours"]
+    cpu, gpu = estimates["cpu_hours"], estimates["gpu_hours"]
     if cpu is not None and gpu is not None and cpu_price is not None and gpu_price is not None and tokens is not None:
-        found["cost_usd"] = Estimate(
+        estimates["cost_usd"] = Estimate(
             cpu.value * cpu_price + gpu.value * gpu_price + tokens * count,
             cpu.low * cpu_price + gpu.low * gpu_price,
             cpu.high * cpu_price + gpu.high * gpu_price + tokens * count,
         )
-    return found
+    return estimates
 
 
 def seconds_per_step(config: Config, kind: str, runs: Path) -> float | None:
@@ -255,13 +255,13 @@ def seconds_per_step(config: Config, kind: str, runs: Path) -> float | None:
     if config.budget.max_train_seconds is None:
         return None
     shape = config.model_dump(mode="json")
-    found: list[float] = []
+    step_seconds: list[float] = []
     for folder, spec in _newest(runs, kind):
-        if not _differences(shape, spec.get("config") or {}) and (one := _of(folder, spec)) is not None:
-            found.append(one.step_s)
-        if len(found) >= _MOST_FOR_PACE:
+        if not _differences(shape, spec.get("config") or {}) and (run := _measurements_of(folder, spec)) is not None:
+            step_seconds.append(run.step_s)
+        if len(step_seconds) >= _MOST_FOR_PACE:
             break
-    return statistics.median(found) if found else None
+    return statistics.median(step_seconds) if step_seconds else None
 
 
 _KEPT = {
@@ -271,12 +271,12 @@ _KEPT = {
 }
 
 
-def _basis(first: Specification, measured: Sequence[_Measured], what: str, runs: Path) -> str:
+def _basis(first: Specification, measured: Sequence[_Measured], in_common: str, runs: Path) -> str:
     if measured:
         many = f"{len(measured)} earlier runs" if len(measured) > 1 else "one earlier run"
-        return f"Measured on this machine in {many} of {what}: {', '.join(one.run_id for one in measured[:3])}."
+        return f"Measured on this machine in {many} of {in_common}: {', '.join(run.run_id for run in measured[:3])}."
     text = "Unknown: no run of this environment, policy and batch has trained on this machine yet."
-    if first.run_kind.samples and (rate := _sampling(first, runs)) is not None:
+    if first.run_kind.samples and (rate := _sampling_rate(first, runs)) is not None:
         run_id, answers_s = rate
         rollout = first.config.rollout
         at_least = rollout.group_size * rollout.groups_per_step / answers_s
@@ -287,30 +287,30 @@ def _basis(first: Specification, measured: Sequence[_Measured], what: str, runs:
     return text + " A short run with few steps would measure it."
 
 
-def _measured(first: Specification, runs: Path) -> tuple[list[_Measured], str]:
+def _comparable_runs(first: Specification, runs: Path) -> tuple[list[_Measured], str]:
     """Return the runs to estimate from, newest first, and what they have in common with this one, in words."""
     config = first.config.model_dump(mode="json")
-    own: list[_Measured] = []
+    of_draft: list[_Measured] = []
     alike: list[_Measured] = []
     similar: list[_Measured] = []
     apart: set[str] = set()
     for folder, spec in _newest(runs, first.kind):
-        other = spec.get("config") or {}
-        differs = _differences(config, other)
+        spec_config = spec.get("config") or {}
+        differs = _differences(config, spec_config)
         if any(f"{section}.{name}" in differs for section, name in _CORE):
             continue
-        one = _of(folder, spec)
-        if one is None:
+        run = _measurements_of(folder, spec)
+        if run is None:
             continue
         if differs:
-            similar.append(one)
+            similar.append(run)
             apart.update(differs)
         else:
-            (own if spec.get("draft_id") == first.draft_id and first.draft_id else alike).append(one)
-        if len(own) >= _MOST_USED:
+            (of_draft if spec.get("draft_id") == first.draft_id and first.draft_id else alike).append(run)
+        if len(of_draft) >= _MOST_USED:
             break
-    if own:
-        return own, "this draft"
+    if of_draft:
+        return of_draft, "this draft"
     if alike:
         return alike[:_MOST_USED], "the same environment, policy and batch"
     return similar[:_MOST_USED], f"the same environment, policy and batch that differ in {', '.join(sorted(apart))}"
@@ -332,16 +332,16 @@ def _differences(config: dict[str, Any], other: dict[str, Any]) -> set[str]:
     return {
         f"{section}.{name}"
         for section, name in fields
-        if _stored(config, section, name) != _stored(other, section, name)
+        if _field_value(config, section, name) != _field_value(other, section, name)
     }
 
 
-def _stored(config: dict[str, Any], section: str, name: str) -> Any:
+def _field_value(config: dict[str, Any], section: str, name: str) -> Any:
     """Return a field's value; its default if an earlier version lacks it."""
     return (config.get(section) or {}).get(name, _DEFAULTS[section].get(name)) or None
 
 
-def _of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:
+def _measurements_of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:
     """Return the measurements of a run; None if it trained too briefly or still trains.
 
     The figures of a live run change constantly, and would change the hash that a person is about to confirm.
@@ -371,7 +371,7 @@ def _of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:
     return _Measured(folder.run_id, train_s / steps, before_s, after_s, processors, memory, (disk - kept) / steps, kept)
 
 
-def _sampling(first: Specification, runs: Path) -> tuple[str, float] | None:
+def _sampling_rate(first: Specification, runs: Path) -> tuple[str, float] | None:
     """Return the newest test of the same environment and policy, with its answers per second."""
     config = first.config.model_dump(mode="json")
     for folder, spec in _newest(runs, "test"):
@@ -392,27 +392,29 @@ def _sampling(first: Specification, runs: Path) -> tuple[str, float] | None:
     return None
 
 
-def _hash(specifications: Sequence[Specification], shown: Preview, frozen: FrozenLimits | None) -> str:
+def _hash(specifications: Sequence[Specification], costs: Preview, frozen: FrozenLimits | None) -> str:
     """Hash everything that was shown and would be started, without run ids and times."""
     first = specifications[0]
     content = {
         "draft": [first.draft_id, first.draft_revision, first.kind],
         "plan": [
-            None if one is None else one.model_dump(mode="json")
-            for one in (first.test, first.ask, first.sweep, first.teacher, first.trainer, first.dataset)
+            None if part is None else part.model_dump(mode="json")
+            for part in (first.test, first.ask, first.sweep, first.teacher, first.trainer, first.dataset)
         ],
         "from": [first.base_run, first.reproduces],
-        "helpers": [one.model_dump(mode="json") for one in first.helpers.values()] + [first.opponent_policy],
+        "helpers": [helper.model_dump(mode="json") for helper in first.helpers.values()] + [first.opponent_policy],
         "environment": first.environment.model_dump(mode="json"),
         "mixture": [source.model_dump(mode="json") for source in first.mixture],
         # A start runs what is hashed here: read twice, the code could be replaced in between.
-        "code": [one.model_dump() for one in first.code or ()],
-        "config": [one.config.model_dump(mode="json") for one in specifications],
+        "code": [file.model_dump() for file in first.code or ()],
+        "config": [specification.config.model_dump(mode="json") for specification in specifications],
         "estimates": {
-            name: None if one is None else [f"{value:.3g}" for value in (one.value, one.low, one.high)]
-            for name, one in shown.estimates.items()
+            name: None
+            if estimate is None
+            else [f"{value:.3g}" for value in (estimate.value, estimate.low, estimate.high)]
+            for name, estimate in costs.estimates.items()
         },
-        "caps": {name: f"{value:.3g}" for name, value in shown.caps.items()},
+        "caps": {name: f"{value:.3g}" for name, value in costs.caps.items()},
         "prices": [] if frozen is None else [frozen.cpu_hour_usd, frozen.gpu_hour_usd],
     }
     text = json.dumps(content, sort_keys=True, ensure_ascii=True)

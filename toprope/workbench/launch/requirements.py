@@ -97,23 +97,23 @@ def require_memory(specification: Specification, settings: OwnerSettings) -> Non
     config = specification.config
     if not specification.run_kind.trains or config.is_hosted or config.launcher.kind != "local":
         return
-    found = fit_here(config, hub_variables(settings.variables), allowed=settings.machine.gpus)
-    if isinstance(found, str) or not found.counted or found.installed is None or found.weights <= found.installed:
+    fit = fit_here(config, hub_variables(settings.variables), allowed=settings.machine.gpus)
+    if isinstance(fit, str) or not fit.counted or fit.installed is None or fit.weights <= fit.installed:
         return
-    place = "this machine's RAM and swap have" if found.gpus == 0 else "a GPU of this machine has"
+    place = "this machine's RAM and swap have" if fit.gpus == 0 else "a GPU of this machine has"
     raise NotPossibleNow(
-        f"The weights of {config.policy.model} alone take {in_gb(found.weights)}, and {place} "
-        f"{in_gb(found.installed)} in all. Nothing was started.",
-        hint=" ".join([*found.mended, "Or set policy.model to a smaller one (edit_config)."]),
+        f"The weights of {config.policy.model} alone take {in_gb(fit.weights)}, and {place} "
+        f"{in_gb(fit.installed)} in all. Nothing was started.",
+        hint=" ".join([*fit.mended, "Or set policy.model to a smaller one (edit_config)."]),
     )
 
 
 def missing_keys(specification: Specification, settings: OwnerSettings, settings_file: Path) -> list[InvalidValue]:
     """Return what to say of each key that a run needs and that the owner's settings lack; empty if none does."""
-    found = []
+    problems = []
     kind, wandb = specification.run_kind, specification.config.logging.wandb
     if (kind.trains or kind.starts_runs) and wandb == "online" and not _has_wandb(settings):
-        found.append(
+        problems.append(
             InvalidValue(
                 f"logging.wandb is online, and there is no {_WANDB}. Nothing was started.",
                 hint="edit_config sets logging.wandb to offline, which writes the same files without a key (unless it "
@@ -121,15 +121,15 @@ def missing_keys(specification: Specification, settings: OwnerSettings, settings
                 f"variables: {{tracker: {{{_WANDB}: <the key>}}}}.",
             )
         )
-    named = any(settings.variables.get(recipient, {}).get(KEY) for recipient in ("*", "trainer"))
-    if specification.config.is_hosted and not named:
-        found.append(
+    has_key = any(settings.variables.get(recipient, {}).get(KEY) for recipient in ("*", "trainer"))
+    if specification.config.is_hosted and not has_key:
+        problems.append(
             InvalidValue(
                 f"trainer.backend is tinker, and the owner's settings name no {KEY}. Nothing was started.",
                 hint=f"The owner puts the key into {settings_file}: variables: {{trainer: {{{KEY}: <the key>}}}}.",
             )
         )
-    return found
+    return problems
 
 
 def require_trackers(config: Config) -> None:
@@ -148,8 +148,8 @@ def require_trackers(config: Config) -> None:
 
 def _has_wandb(settings: OwnerSettings) -> bool:
     """Return True if the owner gave a key for Weights & Biases, or `wandb login` has stored one for this user."""
-    given = (settings.variables.get(recipient, {}).get(_WANDB) for recipient in ("*", "tracker", "trainer"))
-    if any(given) or os.environ.get(_WANDB):
+    keys = (settings.variables.get(recipient, {}).get(_WANDB) for recipient in ("*", "tracker", "trainer"))
+    if any(keys) or os.environ.get(_WANDB):
         return True
     try:
         return _HOST in Path(os.environ.get("HOME", "/"), ".netrc").read_text(errors="replace")

@@ -59,10 +59,10 @@ def as_group(specifications: Sequence[Specification]) -> list[Specification]:
         return list(specifications)
     group, size = specifications[0].run_id, len(specifications)
     return [
-        one.model_copy(
+        specification.model_copy(
             update={"run_id": f"{group}-s{index}", "seed_group": SeedGroup(id=group, index=index, size=size)}
         )
-        for index, one in enumerate(specifications)
+        for index, specification in enumerate(specifications)
     ]
 
 
@@ -76,15 +76,15 @@ def members(runs: Path, group: str) -> list[str]:
     """Return the ids of a group's runs in order; none if there is no such group."""
     if not RUN_ID.fullmatch(group):
         return []
-    found = [path.name for path in runs.glob(f"{group}-s*") if (group_of(path.name) or ("", 0))[0] == group]
-    return sorted(found, key=lambda run_id: (group_of(run_id) or ("", 0))[1])
+    run_ids = [path.name for path in runs.glob(f"{group}-s*") if (group_of(path.name) or ("", 0))[0] == group]
+    return sorted(run_ids, key=lambda run_id: (group_of(run_id) or ("", 0))[1])
 
 
 def expand(runs: Path, ids: Iterable[str]) -> list[str]:
     """Expand ids of groups into ids of runs, each once. Unknown ids stay, so that a later lookup names them."""
-    found: dict[str, None] = {}
-    for one in ids:
-        is_run = RUN_ID.fullmatch(one) and (runs / one).is_dir()
-        for run_id in [one] if is_run else members(runs, one) or [one]:
-            found[run_id] = None
-    return list(found)
+    expanded: dict[str, None] = {}
+    for name in ids:
+        is_run = RUN_ID.fullmatch(name) and (runs / name).is_dir()
+        for run_id in [name] if is_run else members(runs, name) or [name]:
+            expanded[run_id] = None
+    return list(expanded)

@@ -79,11 +79,11 @@ class Started:
 class ConfirmationNeeded(NotPossibleNow):
     """The owner wants a person to confirm a start, and nobody confirmed what would start now."""
 
-    def __init__(self, preview: Preview, why: str, given: str | None, source: str) -> None:
-        if given is None:
+    def __init__(self, preview: Preview, why: str, confirm: str | None, source: str) -> None:
+        if confirm is None:
             message = f"Nothing was started: {why} (confirm, set by {source})"
         else:
-            message = f"Nothing was started: {given!r} names something else than what would start now, which is this"
+            message = f"Nothing was started: {confirm!r} names something else than what would start now, which is this"
         super().__init__(message, hint=how_to_approve(preview.hash))
         self.preview, self.why = preview, why
 
@@ -121,7 +121,7 @@ class RunStarter:
         """
         if (earlier := self.find_earlier(request.key, request.draft.id)) is not None:
             return earlier
-        return self.start_frozen(self._frozen(request), request)
+        return self.start_frozen(self._freeze(request), request)
 
     def start_frozen(self, specifications: Sequence[Specification], request: StartRequest | None = None) -> Started:
         """Start frozen runs, all or none. Raises: as `start`.
@@ -132,7 +132,7 @@ class RunStarter:
         """
         require_thawed(self._home.path)
         if request is None:  # frozen from another run
-            specifications = [self._with_engine(one) for one in renewed(specifications, self._home)]
+            specifications = [self._with_engine(specification) for specification in renewed(specifications, self._home)]
             require_interpreters(specifications[0])
         if specifications[0].config.is_hosted:
             require("A run at a service", *HOSTED, extra="tinker")
@@ -151,20 +151,23 @@ class RunStarter:
                 stack.close()
                 return self._await_runs(taken)
             begun: list[str] = []
-            for place, one in enumerate(specifications):
+            for place, specification in enumerate(specifications):
                 try:
-                    self._runs.start(self._beside_preset(one), variables_of(one, self._home))
+                    self._runs.start(
+                        self._with_changes_to_preset(specification), variables_of(specification, self._home)
+                    )
                 except ComponentFailed as error:
                     self._give_up(specifications[place + 1 :], begun, request)
                     others = f" {', '.join(begun)} had been started and were stopped." if begun else ""
                     raise ComponentFailed(
-                        f"{error.message} The run {one.run_id} is recorded as failed; nothing is running.{others}",
-                        hint=call("read_logs", run_id=one.run_id, component="keeper"),
+                        f"{error.message} The run {specification.run_id} is recorded as failed; nothing is "
+                        f"running.{others}",
+                        hint=call("read_logs", run_id=specification.run_id, component="keeper"),
                     ) from error
                 except BaseException:
                     self._give_up(specifications[place:], begun, request)
                     raise
-                begun.append(one.run_id)
+                begun.append(specification.run_id)
         return Started(list(specifications))
 
     def _with_engine(self, specification: Specification) -> Specification:
@@ -175,7 +178,7 @@ class RunStarter:
     def _with_code(self, specifications: Sequence[Specification]) -> list[Specification]:
         """Take the code that may run, part of the preview's hash; before the ledger's lock, because it is slow."""
         code = accepted_code(specifications[0], self._home)
-        return [one.model_copy(update={"code": code}) for one in specifications]
+        return [specification.model_copy(update={"code": code}) for specification in specifications]
 
     def preview(
         self, request: StartRequest, *, with_keys: bool = True, ask: bool = True
@@ -188,15 +191,15 @@ class RunStarter:
 
         Raises: As `start`; a limit that forbids the start is found here, too.
         """
-        specifications = self._with_code(self._frozen(request, with_keys=with_keys))
+        specifications = self._with_code(self._freeze(request, with_keys=with_keys))
         require_memory(specifications[0], self._home.settings())
         with ExitStack() as stack, ledger_lock(self._home.ensure().runs):
             specifications, make_preview = self._reserve(specifications, request, stack)
-            found = make_preview()
-            why = needs_confirmation(self._home.limits(), found)
+            costs = make_preview()
+            why = needs_confirmation(self._home.limits(), costs)
             if why and ask:
-                self._ask(specifications, found, why)
-        return found, why, specifications
+                self._request_approval(specifications, costs, why)
+        return costs, why, specifications
 
     def consent_wanted(self, request: StartRequest) -> Preview | None:
         """Return what the client must show a person before this start; None if it must ask nobody.
@@ -207,11 +210,11 @@ class RunStarter:
             return None
         if request.key is not None and self._index and idempotency_keys.taken(self._index, request.key) is not None:
             return None
-        found, why, _ = self.preview(request, ask=False)
-        self._require_not_refused(found)
-        return found if why and not self._approvals.has(found.hash) else None
+        costs, why, _ = self.preview(request, ask=False)
+        self._require_not_refused(costs)
+        return costs if why and not self._approvals.has(costs.hash) else None
 
-    def _frozen(self, request: StartRequest, *, with_keys: bool = True) -> list[Specification]:
+    def _freeze(self, request: StartRequest, *, with_keys: bool = True) -> list[Specification]:
         locks, draft = self._home.locks(request.draft.preset), request.draft
         drafts = seeded(draft, check_seeds(request.seeds), locks) if request.seeds != 1 else [draft]
         plan, name = request.plan, request.name
@@ -227,13 +230,13 @@ class RunStarter:
             The specifications with the limits that they are held to, and a function that estimates what they take.
         """
         limits, machine, runs = self._home.limits(), self._runs.machine(), self._home.runs
-        found = reserve(specifications, limits, machine, runs)
-        stack.enter_context(reserved(runs, found))
-        if found[0].sweep is not None and request is not None and request.longest_member_steps is not None:
+        limited = reserve(specifications, limits, machine, runs)
+        stack.enter_context(reserved(runs, limited))
+        if limited[0].sweep is not None and request is not None and request.longest_member_steps is not None:
             longest = request.longest_member_steps
-            return found, require_room_for_members(found[0], found[0].sweep, longest, self._home, machine)
-        job = describe_job(found[0], self._home)
-        return found, lambda: preview(found, limits, demand(found[0], machine), runs, job)
+            return limited, require_room_for_members(limited[0], limited[0].sweep, longest, self._home, machine)
+        job = describe_job(limited[0], self._home)
+        return limited, lambda: preview(limited, limits, demand(limited[0], machine), runs, job)
 
     def _require_confirmation(
         self,
@@ -256,27 +259,28 @@ class RunStarter:
         kind = first.run_kind
         if not (first.reproduces or kind.trains or kind.starts_runs) and token_costs(first).free:
             return None
-        found = make_preview()
-        if confirm not in (None, found.hash):
-            raise ConfirmationNeeded(found, "", confirm, limits.source)
-        self._require_not_refused(found)
-        why = needs_confirmation(limits, found)
-        if why and agreed != found.hash and not self._approvals.has(found.hash):
-            self._ask(specifications, found, why)
-            raise ConfirmationNeeded(found, why, None, limits.source)
-        return found.hash
+        costs = make_preview()
+        if confirm not in (None, costs.hash):
+            raise ConfirmationNeeded(costs, "", confirm, limits.source)
+        self._require_not_refused(costs)
+        why = needs_confirmation(limits, costs)
+        if why and agreed != costs.hash and not self._approvals.has(costs.hash):
+            self._request_approval(specifications, costs, why)
+            raise ConfirmationNeeded(costs, why, None, limits.source)
+        return costs.hash
 
-    def _require_not_refused(self, found: Preview) -> None:
-        if self._approvals.refused(found.hash):
+    def _require_not_refused(self, costs: Preview) -> None:
+        if self._approvals.refused(costs.hash):
             raise NotPossibleNow(
-                f"Nothing was started: the owner refused this start ({found.hash}).",
+                f"Nothing was started: the owner refused this start ({costs.hash}).",
                 hint="Ask the owner what to change; another draft, or an edited one, is another start.",
             )
 
-    def _ask(self, specifications: Sequence[Specification], found: Preview, why: str) -> None:
-        text, specifications = summarize(specifications, found), [self._beside_preset(one) for one in specifications]
-        if self._approvals.ask(found.hash, text, details_of(specifications, found, why)):
-            tell(self._home, "waiting", f"A start waits for you: {text}. toprope approve {found.hash}", hash=found.hash)
+    def _request_approval(self, specifications: Sequence[Specification], costs: Preview, why: str) -> None:
+        text = summarize(specifications, costs)
+        specifications = [self._with_changes_to_preset(specification) for specification in specifications]
+        if self._approvals.ask(costs.hash, text, details_of(specifications, costs, why)):
+            tell(self._home, "waiting", f"A start waits for you: {text}. toprope approve {costs.hash}", hash=costs.hash)
 
     def _record(self, specifications: Sequence[Specification], request: StartRequest | None) -> StartKey | None:
         """Take the request's key and record the starts; record nothing and return the key if another run holds it."""
@@ -289,10 +293,10 @@ class RunStarter:
             taken = idempotency_keys.take(self._index, request.key, draft.id, first.run_id, self._appears)
             if taken is not None:
                 return taken
-        for place, one in enumerate(specifications):
-            row = StartRow(one.run_id, draft.id, draft.revision, one.kind, one.created_at)
+        for position, specification in enumerate(specifications):
+            row = StartRow(specification.run_id, draft.id, draft.revision, specification.kind, specification.created_at)
             # The later runs of a group start beside the first.
-            live = self._index.record_start(row, None if request.again or place > 0 else self._is_live)
+            live = self._index.record_start(row, None if request.again or position > 0 else self._is_live)
             if live is not None:
                 if request.key is not None:
                     idempotency_keys.forget(self._index, request.key, first.run_id)
@@ -317,7 +321,7 @@ class RunStarter:
                 hint=f"{call('check_status', run_ids=[live.run_id], wait_s=45)} follows it.",
             )
 
-    def _beside_preset(self, specification: Specification) -> Specification:
+    def _with_changes_to_preset(self, specification: Specification) -> Specification:
         """Add the fields that differ from the preset, for the run's manifest."""
         if specification.beside_preset or not specification.preset:
             return specification
@@ -325,14 +329,14 @@ class RunStarter:
             preset = load_preset(specification.preset, self._home.preset_folders)
         except (NotFound, InvalidValue):
             return specification
-        beside = beside_preset(specification.config, preset, specification.environment.name)
-        return specification.model_copy(update={"beside_preset": beside})
+        changes = beside_preset(specification.config, preset, specification.environment.name)
+        return specification.model_copy(update={"beside_preset": changes})
 
     def _give_up(self, never: Sequence[Specification], begun: Sequence[str], request: StartRequest | None) -> None:
         """Take back the records of runs that did not start, and stop those that did."""
         if self._index is not None:
-            for one in never:
-                self._index.forget_start(one.run_id)
+            for specification in never:
+                self._index.forget_start(specification.run_id)
             if request is not None and request.key is not None and never and not begun:
                 idempotency_keys.forget(self._index, request.key, never[0].run_id)
         for run_id in begun:
@@ -375,7 +379,7 @@ class RunStarter:
         if first.seed_group is None:
             return Started([first], repeated=True)
         ids = members(self._home.runs, first.seed_group.id)
-        return Started([Specification.read(self._runs.folder(one)) for one in ids], repeated=True)
+        return Started([Specification.read(self._runs.folder(run_id)) for run_id in ids], repeated=True)
 
     def _appears(self, start: StartKey) -> bool:
         """Return True if the run of a key was started or may be about to appear."""

@@ -60,23 +60,23 @@ class DatasetSource:
     def entries(self, names: Names) -> list[Entry]:
         """Return `dataset`, then the owner's data sets by folder and file."""
         target = dataset_target(PLAIN, dataset.DESCRIPTION, {}, self._folders)
-        found = [NamedDataset(PLAIN, dataset.DESCRIPTION, target, "Toprope itself")]
+        data_sets = [NamedDataset(PLAIN, dataset.DESCRIPTION, target, "Toprope itself")]
         files = (file for place in self._places for file in yaml_in(place) if declared_adapter(file) is None)
-        found += [dataset_in(file, self._folders) for file in files]
-        return [entry_of_dataset(one, self.kind, names) for one in found]
+        data_sets += [dataset_in(file, self._folders) for file in files]
+        return [entry_of_dataset(data_set, self.kind, names) for data_set in data_sets]
 
 
-def entry_of_dataset(found: NamedDataset, source: str, names: Names) -> Entry:
+def entry_of_dataset(data_set: NamedDataset, source: str, names: Names) -> Entry:
     """Return the catalog entry of a data set."""
-    problem = found.problem or names.objection(found.name, found.origin, f"Rename {found.origin}.")
+    problem = data_set.problem or names.objection(data_set.name, data_set.origin, f"Rename {data_set.origin}.")
     return Entry(
-        name=found.name,
-        description=found.description,
+        name=data_set.name,
+        description=data_set.description,
         source=source,
         status="broken" if problem else "ready",
         problem=problem,
         turns=1,
-        environment=EnvironmentSource(name=found.name, adapter="dataset", target=found.target),
+        environment=EnvironmentSource(name=data_set.name, adapter="dataset", target=data_set.target),
         tags=("dataset", "no-code"),
     )
 
@@ -91,27 +91,27 @@ def dataset_in(file: Path, folders: Sequence[Path] = (), name: str = "") -> Name
     """
     name = name or file.stem
     try:
-        given = check_keys(read_yaml(file), ["adapter", "description", *dataset.knob_names()], str(file))
+        knobs = check_keys(read_yaml(file), ["adapter", "description", *dataset.knob_names()], str(file))
         if NAME.fullmatch(name) is None:
             raise InvalidValue(
                 f"{name!r} is not a valid environment name.",
                 hint="Use lower-case letters, digits, '_' and '-': rename the file.",
             )
-        if given.pop("adapter", None) != PLAIN:
-            known = ", ".join(one.name for one in adapters())
-            raise InvalidValue(f"{file}: adapter is missing.", hint=f"Name one: {known}.")
-        description = given.pop("description", None)
-        if not given.get("path"):
+        if knobs.pop("adapter", None) != PLAIN:
+            adapter_names = ", ".join(adapter.name for adapter in adapters())
+            raise InvalidValue(f"{file}: adapter is missing.", hint=f"Name one: {adapter_names}.")
+        description = knobs.pop("description", None)
+        if not knobs.get("path"):
             raise InvalidValue(f"{file}: path is missing.", hint="Name the file with the data, or hf:<id>.")
     except InvalidValue as problem:
         return NamedDataset(name, "A data set", "{}", str(file), str(problem))
     files: list[Path] = []
-    beside = file.parent / Path(str(given["path"])).expanduser()
-    if beside.is_file():  # The owner names the file, so it may lie anywhere.
-        given["path"] = str(beside)
-        files = [beside]
-    said = str(description) if description else f"Questions and answers of {Path(str(given['path'])).name}"
-    return NamedDataset(name, said, dataset_target(name, said, given, folders, files), str(file))
+    data_file = file.parent / Path(str(knobs["path"])).expanduser()
+    if data_file.is_file():  # The owner names the file, so it may lie anywhere.
+        knobs["path"] = str(data_file)
+        files = [data_file]
+    summary = str(description) if description else f"Questions and answers of {Path(str(knobs['path'])).name}"
+    return NamedDataset(name, summary, dataset_target(name, summary, knobs, folders, files), str(file))
 
 
 def dataset_target(

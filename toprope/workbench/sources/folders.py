@@ -22,7 +22,7 @@ from toprope.workbench.sources.listing import entry_of, home_of, install_command
 
 
 @dataclasses.dataclass(frozen=True)
-class _Read:
+class _Declarations:
     """Environments declared in a file: with the SDK, by adapter, and errors of adapters."""
 
     ours: tuple[Found, ...]
@@ -39,45 +39,45 @@ class FileReader:
 
     def __init__(self, adapters: Callable[[], Sequence[Adapter]]) -> None:
         self._adapters = adapters
-        self._read: dict[Path, tuple[tuple[int, ...], _Read]] = {}
+        self._cache: dict[Path, tuple[tuple[int, ...], _Declarations]] = {}
 
-    def read(self, file: Path) -> _Read | None:
+    def read(self, file: Path) -> _Declarations | None:
         """Return the declarations of a file; None if the file is gone."""
         try:
             stat = file.stat()
         except OSError:
             return None
         stamp = (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino)
-        known = self._read.get(file)
-        if known is None or known[0] != stamp:
-            known = self._read[file] = (stamp, self._fresh(file))
-        return known[1]
+        cached = self._cache.get(file)
+        if cached is None or cached[0] != stamp:
+            cached = self._cache[file] = (stamp, self._parse(file))
+        return cached[1]
 
     def read_whole(self, folder: Path) -> list[tuple[Adapter, Listed]]:
         """Return the environments that a folder is as a whole, if none of its files is one of the SDK."""
-        found: list[tuple[Adapter, Listed]] = []
+        environments: list[tuple[Adapter, Listed]] = []
         for adapter in self._adapters():
             with contextlib.suppress(Exception):  # Its files are read instead.
-                found += [(adapter, one) for one in adapter.in_folder(folder)]
-        return found
+                environments += [(adapter, listed) for listed in adapter.in_folder(folder)]
+        return environments
 
-    def _fresh(self, file: Path) -> _Read:
-        found = tuple(discover_file(file))
-        if found:  # SDK environments win over the conventions of other ecosystems.
-            return _Read(found)
+    def _parse(self, file: Path) -> _Declarations:
+        ours = tuple(discover_file(file))
+        if ours:  # SDK environments win over the conventions of other ecosystems.
+            return _Declarations(ours)
         try:
             tree = parse(file)
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            return _Read(())
+            return _Declarations(())
         theirs, failures = [], []
         for adapter in self._adapters():
             if not adapter.reads_files:
                 continue
             try:
-                theirs += [(adapter, one) for one in adapter.declared(file, tree)]
+                theirs += [(adapter, listed) for listed in adapter.declared(file, tree)]
             except Exception as error:  # An error of one adapter must not hide other environments.
                 failures.append(f"The adapter {adapter.name} cannot read {file}: {type(error).__name__}: {error}")
-        return _Read((), tuple(theirs), tuple(failures))
+        return _Declarations((), tuple(theirs), tuple(failures))
 
 
 class FolderSource:
@@ -123,56 +123,69 @@ class FolderSource:
                 environment are left out.
             names: The names in use.
         """
-        reads = [(file, read) for file in files if (read := self._reader.read(file))]  # others were removed since
-        if any(one.attribute for _, read in reads for one in read.ours):
+        # Files that are gone by now are left out.
+        declared = [(file, declarations) for file in files if (declarations := self._reader.read(file))]
+        if any(environment.attribute for _, declarations in declared for environment in declarations.ours):
             wholes = []
-        whole = {folder: found for folder in wholes if (found := self._reader.read_whole(folder))}
-        entries = [self._theirs(*one, folder, names) for folder, found in whole.items() for one in found]
-        for file, read in reads:
-            if not whole.keys().isdisjoint(file.parents):
+        by_folder = {folder: listings for folder in wholes if (listings := self._reader.read_whole(folder))}
+        entries = [
+            self._adapter_entry(adapter, listed, folder, names)
+            for folder, in_folder in by_folder.items()
+            for adapter, listed in in_folder
+        ]
+        for file, declarations in declared:
+            if not by_folder.keys().isdisjoint(file.parents):
                 continue
-            listed = [found for found in read.ours if found.attribute or found.names_sdk or not self._placed]
-            entries += [self._ours(found, names) for found in listed]
-            entries += [self._theirs(adapter, listed, file, names) for adapter, listed in read.theirs]
-            entries += [broken(file.stem, failure, self.kind) for failure in read.failures]
+            ours = [
+                environment
+                for environment in declarations.ours
+                if environment.attribute or environment.names_sdk or not self._placed
+            ]
+            entries += [self._sdk_entry(environment, names) for environment in ours]
+            entries += [self._adapter_entry(adapter, listed, file, names) for adapter, listed in declarations.theirs]
+            entries += [broken(file.stem, failure, self.kind) for failure in declarations.failures]
         return entries
 
-    def _ours(self, found: Found, names: Names) -> Entry:
-        problem = found.problem
-        if self._placed and found.is_named_by_file:
-            found = dataclasses.replace(found, name=placed_name(self._place, found.file, found.name))
-            problem = "" if found.attribute else problem  # the name is valid now
-        place = f"{found.file}:{found.line}"
-        problem = problem or names.objection(found.name, place, f"Set another `name` in {found.attribute} ({place}).")
+    def _sdk_entry(self, environment: Found, names: Names) -> Entry:
+        problem = environment.problem
+        if self._placed and environment.is_named_by_file:
+            environment = dataclasses.replace(
+                environment, name=placed_name(self._place, environment.file, environment.name)
+            )
+            problem = "" if environment.attribute else problem  # the name is valid now
+        place = f"{environment.file}:{environment.line}"
+        problem = problem or names.objection(
+            environment.name, place, f"Set another `name` in {environment.attribute} ({place})."
+        )
         return Entry(
-            name=found.name,
-            description=found.description,
+            name=environment.name,
+            description=environment.description,
             source=self.kind,
             status="broken" if problem else "ready",
             problem=problem,
-            turns=found.max_turns,
+            turns=environment.max_turns,
             environment=EnvironmentSource(
-                name=found.name,
-                file=str(found.file),
-                attribute=found.attribute or None,
-                turns=None if found.decides_turns else found.max_turns,
+                name=environment.name,
+                file=str(environment.file),
+                attribute=environment.attribute or None,
+                turns=None if environment.decides_turns else environment.max_turns,
                 interpreter=self._python,
             ),
-            tags=found.tags,
+            tags=environment.tags,
         )
 
-    def _theirs(self, adapter: Adapter, listed: Listed, file: Path, names: Names) -> Entry:
+    def _adapter_entry(self, adapter: Adapter, listed: Listed, file: Path, names: Names) -> Entry:
         if self._placed:
             listed = dataclasses.replace(listed, name=placed_name(self._place, file, listed.name))
         elif NAME.fullmatch(listed.name) is None:
             listed = dataclasses.replace(listed, name=name_of(listed.name))
         python = self._python
         if python is None:
-            known = home_of(adapter, self._interpreters())
-            if known is None and not listed.problem:
+            home = home_of(adapter, self._interpreters())
+            if home is None and not listed.problem:
                 problem = f"It needs {adapter.package}. The owner installs it: {install_command(adapter.name)}"
                 listed = dataclasses.replace(listed, problem=problem, needs="install")
-            python = known.python if known is not None else None
+            python = home.python if home is not None else None
         # Files of several authors often have tasks of equal names: later ones are told apart by their files.
         holder = f"{file}:{listed.target}"
         free = next((name for name in _longer_names(listed.name, file) if not names.claim(name, holder)), None)
@@ -200,9 +213,9 @@ def _longer_names(name: str, file: Path) -> Iterator[str]:
 
 def own_folders(folders: Iterable[Path], shipped: Path) -> list[Path]:
     """Return the owner's folders without duplicates and without the shipped one."""
-    own: dict[str, Path] = {}
+    by_real_path: dict[str, Path] = {}
     for folder in folders:
         place = Path(folder).expanduser().absolute()
-        own.setdefault(os.path.realpath(place), place)
-    own.pop(os.path.realpath(shipped), None)
-    return list(own.values())
+        by_real_path.setdefault(os.path.realpath(place), place)
+    by_real_path.pop(os.path.realpath(shipped), None)
+    return list(by_real_path.values())

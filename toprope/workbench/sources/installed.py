@@ -23,60 +23,62 @@ class InstalledSource:
 
     def __init__(self, adapters: Callable[[], Sequence[Adapter]], interpreters: Callable[[], Sequence[Known]]) -> None:
         self._adapters, self._interpreters = adapters, interpreters
-        self._read: dict[tuple[str, Path], tuple[object, list[Listed]]] = {}
+        self._cache: dict[tuple[str, Path], tuple[object, list[Listed]]] = {}
 
     def entries(self, names: Names) -> list[Entry]:
         """Return the environments by adapter and interpreter."""
         interpreters, entries = self._interpreters(), []
-        gone = [one for one in interpreters if one.problem]
-        for one in gone:
-            hint = f"Remove it (toprope env remove {one.name}) or add it again."
-            entries.append(broken(one.name, f"{one.problem} {hint}", self.kind))
+        gone = [interpreter for interpreter in interpreters if interpreter.problem]
+        for interpreter in gone:
+            hint = f"Remove it (toprope env remove {interpreter.name}) or add it again."
+            entries.append(broken(interpreter.name, f"{interpreter.problem} {hint}", self.kind))
         for adapter in self._adapters():
             if adapter.problem:
                 problem = f"Its adapter cannot be used: {adapter.problem}"
                 entries.append(broken(adapter.name, problem, self.kind, ecosystem=adapter.name))
             elif adapter.name not in WITH_SOURCES_OF_THEIR_OWN and adapter.package:
-                entries += self._of(adapter, [one for one in interpreters if not one.problem], names)
+                usable = [interpreter for interpreter in interpreters if not interpreter.problem]
+                entries += self._entries_of(adapter, usable, names)
         return entries
 
-    def _of(self, adapter: Adapter, interpreters: Sequence[Known], names: Names) -> list[Entry]:
+    def _entries_of(self, adapter: Adapter, interpreters: Sequence[Known], names: Names) -> list[Entry]:
         if home_of(adapter, interpreters) is None:
             return [_missing(adapter)] if adapter.requirements else []
         if not adapter.lists_packages:
             return []
         entries: dict[str, Entry] = {}
         listings: list[tuple[Known, Listed, Entry]] = []
-        for one in interpreters:
-            if not adapter.is_in(one.site_packages):
+        for interpreter in interpreters:
+            if not adapter.is_in(interpreter.site_packages):
                 continue
             try:
-                found = self._listed(adapter, one.site_packages)
+                environments = self._list_cached(adapter, interpreter.site_packages)
             except Exception as error:  # A broken package must not hide the others.
-                problem = f"{one.site_packages} cannot be listed: {type(error).__name__}: {error}"
-                name = f"{adapter.name}@{one.name}" if one.name else adapter.name
+                problem = f"{interpreter.site_packages} cannot be listed: {type(error).__name__}: {error}"
+                name = f"{adapter.name}@{interpreter.name}" if interpreter.name else adapter.name
                 entries[name] = broken(name, problem, self.kind, ecosystem=adapter.name)
                 continue
-            for listed in found:
+            for listed in environments:
                 plain = f"{adapter.name}/{listed.name}"
-                listings.append((one, listed, entry_of(listed, plain, self.kind, adapter, one.python)))
+                listings.append((interpreter, listed, entry_of(listed, plain, self.kind, adapter, interpreter.python)))
         contents: dict[str, str] = {}
-        for one, listed, entry in sorted(listings, key=lambda each: each[2].status != "ready"):  # it keeps the order
-            name = _name(contents, entry.name, listed.content, one.name)
+        listings.sort(key=lambda listing: listing[2].status != "ready")  # it keeps the order
+        for interpreter, listed, plain_entry in listings:
+            name = _choose_name(contents, plain_entry.name, listed.content, interpreter.name)
             contents.setdefault(name, listed.content)
-            entries.setdefault(name, entry_of(listed, name, self.kind, adapter, one.python))
-        return [one for one in entries.values() if not names.claim(one.name, f"{adapter.name} in packages")]
+            entries.setdefault(name, entry_of(listed, name, self.kind, adapter, interpreter.python))
+        return [entry for entry in entries.values() if not names.claim(entry.name, f"{adapter.name} in packages")]
 
-    def _listed(self, adapter: Adapter, site_packages: Path) -> list[Listed]:
+    def _list_cached(self, adapter: Adapter, site_packages: Path) -> list[Listed]:
         """Return an adapter's findings, cached until packages are installed or removed."""
         stamp = _stamp(site_packages)
-        known = self._read.get((adapter.name, site_packages))
-        if known is None or known[0] != stamp:
-            known = self._read[adapter.name, site_packages] = (stamp, adapter.installed(site_packages))
-        return known[1]
+        cached = self._cache.get((adapter.name, site_packages))
+        if cached is None or cached[0] != stamp:
+            cached = self._cache[adapter.name, site_packages] = (stamp, adapter.installed(site_packages))
+        return cached[1]
 
 
-def _name(contents: dict[str, str], name: str, content: str, interpreter: str) -> str:
+def _choose_name(contents: dict[str, str], name: str, content: str, interpreter: str) -> str:
     """Return the name of the entry with this content, or one that is free.
 
     Args:
@@ -85,9 +87,10 @@ def _name(contents: dict[str, str], name: str, content: str, interpreter: str) -
         content: That of the package.
         interpreter: Name of the interpreter that has it.
     """
-    for known, theirs in contents.items():
-        if (known == name or known.startswith(f"{name}@")) and (not content or not theirs or content == theirs):
-            return known
+    for entry_name, entry_content in contents.items():
+        same_content = not content or not entry_content or content == entry_content
+        if same_content and (entry_name == name or entry_name.startswith(f"{name}@")):
+            return entry_name
     return f"{name}@{interpreter}" if name in contents else name
 
 

@@ -13,14 +13,21 @@ from toprope.workbench.interpreters.known import Known
 _NEEDS: dict[str, State] = {"install": "needs install", "network": "needs network", "key": "needs key"}
 
 
-def install_command(what: str) -> str:
+def install_command(name: str) -> str:
     """Return the command that makes an interpreter for an adapter."""
-    return f"toprope env add {what}"
+    return f"toprope env add {name}"
 
 
 def home_of(adapter: Adapter, interpreters: Sequence[Known]) -> Known | None:
     """Return the first interpreter with the adapter's requirements, or None."""
-    return next((one for one in interpreters if not one.problem and adapter.is_in(one.site_packages)), None)
+    return next(
+        (
+            interpreter
+            for interpreter in interpreters
+            if not interpreter.problem and adapter.is_in(interpreter.site_packages)
+        ),
+        None,
+    )
 
 
 def entry_of(listed: Listed, name: str, source: str, adapter: Adapter, python: str | None) -> Entry:

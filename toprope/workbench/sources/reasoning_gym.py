@@ -55,10 +55,10 @@ class ReasoningGymSource:
 
     def _place(self) -> tuple[Path | None, str | None]:
         """Return the package's folder and its interpreter."""
-        if (own := self._listing.folder()) is not None:
-            return own, None
-        for one in self._interpreters():
-            folder = one.site_packages / reasoning_gym.PACKAGE
-            if one.python is not None and not one.problem and folder.is_dir():
-                return folder, one.python
+        if (own_folder := self._listing.folder()) is not None:
+            return own_folder, None
+        for interpreter in self._interpreters():
+            folder = interpreter.site_packages / reasoning_gym.PACKAGE
+            if interpreter.python is not None and not interpreter.problem and folder.is_dir():
+                return folder, interpreter.python
         return None, None

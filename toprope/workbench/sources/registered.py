@@ -44,82 +44,88 @@ class RegisteredSource:
         except TopropeError as error:
             return [broken("environments.json", str(error), self.kind)]
         entries = []
-        for one in added.values():
+        for addition in added.values():
             try:
-                entries += self._of(one, names)
+                entries += self._entries_of(addition, names)
             except Exception as error:  # A broken folder must not hide the others.
-                entries.append(broken(one.name, f"{type(error).__name__}: {error}", self.kind))
+                entries.append(broken(addition.name, f"{type(error).__name__}: {error}", self.kind))
         return entries
 
-    def _of(self, one: Added, names: Names) -> list[Entry]:
-        if one.kind in ("folder", "git"):
-            place = Path(one.path or "")
+    def _entries_of(self, addition: Added, names: Names) -> list[Entry]:
+        if addition.kind in ("folder", "git"):
+            place = Path(addition.path or "")
             if not place.exists():
-                problem = f"{place} does not exist. Remove it: toprope env remove {one.name}"
-                return [broken(one.name, problem, one.kind)]
+                problem = f"{place} does not exist. Remove it: toprope env remove {addition.name}"
+                return [broken(addition.name, problem, addition.kind)]
             if place.suffix in YAML_ENDINGS:
-                return self._defined(one, place, names)
-            return FolderSource(place, one.kind, self._reader, self._interpreters, one.python, deep=True).entries(names)
-        if one.kind == "server":
-            return [self._server(one, names)]
-        if one.kind == "dataset":
-            return [_dataset(one, names)]
+                return self._entries_of_yaml(addition, place, names)
+            return FolderSource(
+                place, addition.kind, self._reader, self._interpreters, addition.python, deep=True
+            ).entries(names)
+        if addition.kind == "server":
+            return [self._server_entry(addition, names)]
+        if addition.kind == "dataset":
+            return [_dataset_entry(addition, names)]
         return []
 
-    def _defined(self, one: Added, file: Path, names: Names) -> list[Entry]:
+    def _entries_of_yaml(self, addition: Added, file: Path, names: Names) -> list[Entry]:
         """Return the environment that a YAML file defines."""
         if declared_adapter(file) is None:
-            return [entry_of_dataset(dataset_in(file, name=one.name), one.kind, names)]
-        return TargetSource([file], self._adapters, self._interpreters, name=one.name, python=one.python).entries(names)
+            return [entry_of_dataset(dataset_in(file, name=addition.name), addition.kind, names)]
+        return TargetSource(
+            [file], self._adapters, self._interpreters, name=addition.name, python=addition.python
+        ).entries(names)
 
-    def _server(self, one: Added, names: Names) -> Entry:
-        adapter = next((each for each in self._adapters() if each.name == one.adapter), None)
+    def _server_entry(self, addition: Added, names: Names) -> Entry:
+        adapter = next((known for known in self._adapters() if known.name == addition.adapter), None)
         if adapter is None or adapter.problem:
-            problem = adapter.problem if adapter is not None else f"Unknown adapter {one.adapter!r}."
-            return broken(one.name, problem, one.kind)
-        own = one.python is not None or adapter.urls_alone
-        known = None if own else home_of(adapter, self._interpreters())
-        lacks = not own and known is None
+            problem = adapter.problem if adapter is not None else f"Unknown adapter {addition.adapter!r}."
+            return broken(addition.name, problem, addition.kind)
+        needs_no_home = addition.python is not None or adapter.urls_alone
+        home = None if needs_no_home else home_of(adapter, self._interpreters())
+        lacks = not needs_no_home and home is None
         entry = Entry(
-            name=one.name,
-            description=f"The {adapter.name} server at {one.url}",
-            source=one.kind,
+            name=addition.name,
+            description=f"The {adapter.name} server at {addition.url}",
+            source=addition.kind,
             status="needs install" if lacks else "ready",
             problem=f"The owner installs what asks it: {install_command(adapter.name)}" if lacks else "",
             turns=None,
             environment=EnvironmentSource(
-                name=one.name,
+                name=addition.name,
                 adapter=adapter.name,
-                target=one.url,
-                interpreter=one.python or (known.python if known is not None else None),
+                target=addition.url,
+                interpreter=addition.python or (home.python if home is not None else None),
             ),
             tags=("server",),
             ecosystem=adapter.name,
         )
-        return _named(entry, names)
+        return _reject_taken_name(entry, names)
 
 
-def _dataset(one: Added, names: Names) -> Entry:
+def _dataset_entry(addition: Added, names: Names) -> Entry:
     """Return the entry of a Hub data set; knobs select the columns of question and answer."""
-    hub_id = one.given.removeprefix("hf:")
+    hub_id = addition.given.removeprefix("hf:")
     description = f"The data set {hub_id} of the Hugging Face Hub"
     here = _in_cache(hub_id)
     entry = Entry(
-        name=one.name,
+        name=addition.name,
         description=description,
         source="hub",
         status="ready" if here else "needs network",
         problem="" if here else "It is downloaded at the first use.",
         turns=1,
         environment=EnvironmentSource(
-            name=one.name, adapter="dataset", target=dataset_target(one.name, description, {"path": one.given})
+            name=addition.name,
+            adapter="dataset",
+            target=dataset_target(addition.name, description, {"path": addition.given}),
         ),
         tags=("dataset", "no-code"),
     )
-    return _named(entry, names)
+    return _reject_taken_name(entry, names)
 
 
-def _named(entry: Entry, names: Names) -> Entry:
+def _reject_taken_name(entry: Entry, names: Names) -> Entry:
     taken = names.objection(entry.name, f"added:{entry.name}", "Remove this one and add it with another --name.")
     return dataclasses.replace(entry, status="broken", problem=taken) if taken else entry
 

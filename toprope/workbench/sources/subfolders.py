@@ -41,8 +41,8 @@ class SubfolderSource:
         All folders share one search, so that its bounds hold for all of them together.
         """
         apart = self._apart()
-        left_out = {one for place in self._sources for one in _inside(place, apart)}
-        divided = {folder for one in left_out for folder in one.parents}
+        left_out = {path for place in self._sources for path in _inside(place, apart)}
+        divided = {folder for path in left_out for folder in path.parents}
         # Example: a place p has games/chess.py, games/maze/ and lab/new/, and the owner added p/lab/old by itself.
         #   source_of: p/games and p/lab; left_out: p/lab/old; divided: p/lab and the folders above it
         #   files: those of p/games and p/lab, without those in p/lab/old
@@ -56,7 +56,7 @@ class SubfolderSource:
         files: dict[Path, list[Path]] = {folder: [] for folder in source_of}
         wholes: dict[Path, list[Path]] = {folder: [] for folder in source_of}
         for folder, inside in searched(*source_of, left_out=left_out):
-            top = next(one for one in (folder, *folder.parents) if one in source_of)
+            top = next(candidate for candidate in (folder, *folder.parents) if candidate in source_of)
             files[top] += [file for file in inside if file not in left_out]
             if folder not in divided and (folder == top or folder.parent in divided):
                 wholes[top].append(folder)
@@ -66,4 +66,4 @@ class SubfolderSource:
 def _inside(place: Path, apart: Collection[Path]) -> list[Path]:
     """Return those of these folders and files that lie in a place, as paths that begin with the place as given."""
     real = Path(os.path.realpath(place))
-    return [place / one.relative_to(real) for one in apart if one != real and one.is_relative_to(real)]
+    return [place / path.relative_to(real) for path in apart if path != real and path.is_relative_to(real)]

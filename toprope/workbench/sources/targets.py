@@ -54,21 +54,21 @@ def yaml_in(place: Path) -> list[Path]:
 
 def defining_files(folder: Path) -> list[Path]:
     """Return the YAML files of a folder that name an adapter, and so define environments."""
-    found = []
+    defining = []
     for file in yaml_in(folder):
         with contextlib.suppress(InvalidValue):
             if isinstance(read_yaml(file).get("adapter"), str):
-                found.append(file)
-    return found
+                defining.append(file)
+    return defining
 
 
 def declared_adapter(file: Path) -> str | None:
     """Return the adapter that a YAML file names; None if it is a data set, names none or cannot be read."""
     try:
-        named = read_yaml(file).get("adapter")
+        adapter_name = read_yaml(file).get("adapter")
     except InvalidValue:
         return None
-    return named if isinstance(named, str) and named != _DATASET else None
+    return adapter_name if isinstance(adapter_name, str) and adapter_name != _DATASET else None
 
 
 class TargetSource:
@@ -95,19 +95,21 @@ class TargetSource:
 
     def entries(self, names: Names) -> list[Entry]:
         """Return the environments by folder and file name; invalid files become entries with the reason."""
-        known = {one.name: one for one in self._adapters()}
+        by_name = {adapter.name: adapter for adapter in self._adapters()}
         return [
-            self._entry(file, self._name or file.stem, known, named, names)
+            self._entry(file, self._name or file.stem, by_name, adapter_name, names)
             for place in self._places
             for file in yaml_in(place)
-            if (named := declared_adapter(file)) is not None
+            if (adapter_name := declared_adapter(file)) is not None
         ]
 
-    def _entry(self, file: Path, name: str, known: dict[str, Adapter], named: str, names: Names) -> Entry:
+    def _entry(self, file: Path, name: str, by_name: dict[str, Adapter], adapter_name: str, names: Names) -> Entry:
         try:
-            if named not in known:
-                raise InvalidValue(f"{file} names an unknown adapter.", hint=nearest(named, sorted(known), "Adapters"))
-            adapter = known[named]
+            if adapter_name not in by_name:
+                raise InvalidValue(
+                    f"{file} names an unknown adapter.", hint=nearest(adapter_name, sorted(by_name), "Adapters")
+                )
+            adapter = by_name[adapter_name]
             if adapter.problem:
                 raise InvalidValue(adapter.problem, hint="")
             if NAME.fullmatch(name) is None:
@@ -116,77 +118,81 @@ class TargetSource:
                     hint="Use lower-case letters, digits, '_' and '-': rename the file.",
                 )
             keys = tuple(getattr(adapter.module, "KEYS", ()))
-            given = check_keys(read_yaml(file), [*_OURS, *(keys or ("description", "target"))], str(file))
-            knobs = given.pop("knobs", None) or {}
+            options = check_keys(read_yaml(file), [*_OURS, *(keys or ("description", "target"))], str(file))
+            knobs = options.pop("knobs", None) or {}
             if not isinstance(knobs, dict):
                 raise InvalidValue(f"{file}: knobs must be an object of settings.", hint="Such as: knobs: {turns: 4}")
-            if not keys and not given.get("target"):
+            if not keys and not options.get("target"):
                 example = "a URL, /path/file.py:Name, an id of the ecosystem, or an object"
-                raise InvalidValue(f"{file}: target is missing.", hint=f"The adapter {named} takes {example}.")
+                raise InvalidValue(f"{file}: target is missing.", hint=f"The adapter {adapter_name} takes {example}.")
             if taken := names.objection(name, str(file), f"Rename {file}."):
                 raise InvalidValue(taken)
         except InvalidValue as problem:
             return broken(name, str(problem), self.kind)
-        python = given.pop("interpreter", None) or self._python
-        listed = self._listed(file, name, adapter, given) if keys else _targeted(file, name, adapter, given)
-        if python is None and adapter.package and not (adapter.urls_alone and given.get("url")):
+        python = options.pop("interpreter", None) or self._python
+        listed = (
+            self._list_by_keys(file, name, adapter, options) if keys else _list_by_target(file, name, adapter, options)
+        )
+        if python is None and adapter.package and not (adapter.urls_alone and options.get("url")):
             home = home_of(adapter, self._interpreters())
             python = home.python if home is not None else None
             if home is None:
-                needs = f"The owner installs it: {install_command(named)}"
+                needs = f"The owner installs it: {install_command(adapter_name)}"
                 listed = Listed(listed.name, listed.target, listed.description, problem=needs, needs="install")
         entry = entry_of(listed, name, self.kind, adapter, python if python is None else str(python))
         return replace(entry, environment=entry.environment.model_copy(update={"knobs": knobs}))
 
-    def _listed(self, file: Path, name: str, adapter: Adapter, given: dict[str, Any]) -> Listed:
-        target = {key: value for key, value in given.items() if key != "adapter"}
+    def _list_by_keys(self, file: Path, name: str, adapter: Adapter, options: dict[str, Any]) -> Listed:
+        target = {key: value for key, value in options.items() if key != "adapter"}
         for key in target.keys() & _PATHS:
-            target[key] = _all_beside(file, key, target[key])
+            target[key] = _resolve_paths(file, key, target[key])
         target.setdefault("name", name)
-        said = target.get("description") or _documented(target.get("file")) or f"{name}, by the adapter {adapter.name}"
+        description = (
+            target.get("description") or _docstring_line(target.get("file")) or f"{name}, by the adapter {adapter.name}"
+        )
         several = bool(target.get("environment") or target.get("tools") or adapter.name not in _SINGLE_TURN)
         return Listed(
             name=name,
             target=json.dumps(target, default=str, sort_keys=True),
-            description=str(said),
+            description=str(description),
             turns=None if several else 1,
             tools=several,
             tags=(adapter.name,),
         )
 
 
-def _all_beside(file: Path, key: str, given: Any) -> Any:
+def _resolve_paths(file: Path, key: str, value: Any) -> Any:
     """Return a path relative to a file, or a list of them, as absolute ones; other values as they are."""
-    if isinstance(given, list):  # rows may be texts
+    if isinstance(value, list):  # rows may be texts
         paths = key == "packages"
-        return [_beside(file, one) if paths or Path(str(one)).suffix in _ROWS else one for one in given]
-    return _beside(file, given)
+        return [_resolve_path(file, item) if paths or Path(str(item)).suffix in _ROWS else item for item in value]
+    return _resolve_path(file, value)
 
 
-def _beside(file: Path, given: Any) -> Any:
+def _resolve_path(file: Path, value: Any) -> Any:
     try:
-        beside = file.parent / Path(str(given or "")).expanduser()
-        return str(beside) if isinstance(given, str) and beside.exists() else given
+        path = file.parent / Path(str(value or "")).expanduser()
+        return str(path) if isinstance(value, str) and path.exists() else value
     except (OSError, RuntimeError, ValueError):  # a long text, a home of nobody
-        return given
+        return value
 
 
-def _targeted(file: Path, name: str, adapter: Adapter, given: dict[str, Any]) -> Listed:
+def _list_by_target(file: Path, name: str, adapter: Adapter, options: dict[str, Any]) -> Listed:
     """Return the listing of an adapter that takes a text; a path in it is relative to the YAML file."""
-    target = given["target"]
+    target = options["target"]
     if isinstance(target, dict):
-        beside = file.parent / Path(str(target.get("folder") or "")).expanduser()
-        text = json.dumps({**target, "folder": str(beside)} if "folder" in target else target, sort_keys=True)
+        path = file.parent / Path(str(target.get("folder") or "")).expanduser()
+        text = json.dumps({**target, "folder": str(path)} if "folder" in target else target, sort_keys=True)
     else:
         parted = re.fullmatch(r"(.+\.py)([:@].*)", str(target))
-        place, rest = parted.groups() if parted is not None else (str(target), "")
-        beside = file.parent / Path(place).expanduser()
-        text = f"{beside}{rest}" if beside.exists() else str(target)
-    said = given.get("description") or f"{name}, by the adapter {adapter.name}"
-    return Listed(name=name, target=text, description=str(said), turns=None, tags=(adapter.name,))
+        place, suffix = parted.groups() if parted is not None else (str(target), "")
+        path = file.parent / Path(place).expanduser()
+        text = f"{path}{suffix}" if path.exists() else str(target)
+    description = options.get("description") or f"{name}, by the adapter {adapter.name}"
+    return Listed(name=name, target=text, description=str(description), turns=None, tags=(adapter.name,))
 
 
-def _documented(file: Any) -> str:
+def _docstring_line(file: Any) -> str:
     """Return the first line of a file's docstring; empty if it cannot be read."""
     try:
         return first_line(ast.get_docstring(parse(Path(str(file)))))

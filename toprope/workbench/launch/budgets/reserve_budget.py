@@ -48,9 +48,9 @@ def gpu_of(specification: Specification, machine: Machine) -> str | None:
 def demand(specification: Specification, machine: Machine) -> Demand:
     """Return the demand of a run."""
     gpu, costs = gpu_of(specification, machine), token_costs(specification)
-    asked = demand_of(specification.config, specification.run_kind, processors=processor_count(), gpu=gpu)
+    computed = demand_of(specification.config, specification.run_kind, processors=processor_count(), gpu=gpu)
     gpus = _gpus(specification, machine)
-    return dataclasses.replace(asked, tokens_usd=costs.most_usd, unpriced=costs.unpriced, gpus=max(gpus, 1))
+    return dataclasses.replace(computed, tokens_usd=costs.most_usd, unpriced=costs.unpriced, gpus=max(gpus, 1))
 
 
 def reserve(
@@ -78,8 +78,8 @@ def reserve(
         limits = _limits_of_sweep(limits)
     frozen = freeze_limits(limits, demand(specifications[0], machine), read_accounts(runs), len(specifications))
     if isinstance(frozen, list):
-        raise _refused(frozen)
-    return [one.model_copy(update={"limits": frozen}) for one in specifications]
+        raise _refusal(frozen)
+    return [specification.model_copy(update={"limits": frozen}) for specification in specifications]
 
 
 def reserve_calls(endpoints: Mapping[str, Endpoint], limits: Limits, runs: Path, spender: str) -> FrozenLimits:
@@ -94,13 +94,13 @@ def reserve_calls(endpoints: Mapping[str, Endpoint], limits: Limits, runs: Path,
     Raises:
         NoRoomWithin: A limit on cost leaves nothing, or a model has no price.
     """
-    kept = {one.name: one for one in limits if one.name.endswith(".cost_usd")}
+    kept = {limit.name: limit for limit in limits if limit.name.endswith(".cost_usd")}
     costs = Limits(kept, limits.prices, source=limits.source)
     missing = unpriced(endpoints)
     demand = Demand(None, 0, tokens_usd=None, unpriced=missing)
     frozen = freeze_limits(costs, demand, read_accounts(runs, leave_out=[spender]))
     if isinstance(frozen, list):
-        raise _refused(frozen)
+        raise _refusal(frozen)
     return frozen
 
 
@@ -116,21 +116,21 @@ def with_raised_caps(specification: Specification, limits: Limits, machine: Mach
         return specification
     if specification.run_kind.starts_runs:
         limits = _limits_of_sweep(limits)
-    own: dict[str, Cap] = {}
+    per_run: dict[str, Cap] = {}
     for quantity, cap in frozen.caps.items():
         if (limit := limits.get(f"per_run.{quantity}")) is not None:
             kept = cap.limit == limit.name and cap.value >= limit.max
-            own[quantity] = cap if kept else Cap(value=limit.max, limit=limit.name, reason=limit.reason)
-    most = bounds(own, demand(specification, machine), frozen.cpu_hour_usd, frozen.gpu_hour_usd)
-    used, accounts = _used(specification.run_id, runs), _accounts(specification.run_id, runs)
+            per_run[quantity] = cap if kept else Cap(value=limit.max, limit=limit.name, reason=limit.reason)
+    most = bounds(per_run, demand(specification, machine), frozen.cpu_hour_usd, frozen.gpu_hour_usd)
+    used, accounts = _usage_of(specification.run_id, runs), _accounts(specification.run_id, runs)
     caps, reserved = dict(frozen.caps), dict(frozen.reserved)
     for quantity, former in frozen.caps.items():
         before, bound = used.get(quantity, 0.0), most.get(quantity, math.inf)
         together = limits.get("disk_gb" if quantity == "disk_gb" else f"per_day.{quantity}")
         # With bound 0 it uses none of it. A former cap above 0 stays: its GPUs may be back at the next resume.
         together = together if bound or former.value else None
-        left = 0.0 if together is None else _left(together, quantity, accounts)
-        now = _raised(former, own.get(quantity), together, left, before, bound)
+        remaining = 0.0 if together is None else _remaining_of(together, quantity, accounts)
+        now = _raise_cap(former, per_run.get(quantity), together, remaining, before, bound)
         if now == former:
             continue
         caps.pop(quantity)
@@ -145,8 +145,8 @@ def with_raised_caps(specification: Specification, limits: Limits, machine: Mach
     return specification.model_copy(update={"limits": frozen.model_copy(update=changed)})
 
 
-def _raised(
-    former: Cap, own: Cap | None, together: Limit | None, left: float, before: float, bound: float
+def _raise_cap(
+    former: Cap, per_run: Cap | None, together: Limit | None, remaining: float, before: float, bound: float
 ) -> Cap | None:
     """Return the cap of an ended run under the present limits; None if nothing bounds it any more.
 
@@ -155,33 +155,35 @@ def _raised(
 
     Args:
         former: Its cap so far.
-        own: The cap by the limit per run, as that is now.
+        per_run: The cap by the limit per run, as that is now.
         together: The limit on all runs together.
-        left: What `together` leaves.
+        remaining: What `together` leaves.
         before: What the run has used.
         bound: The most that its budget needs.
     """
     if together is None:
-        return own
-    room = before + min(left, bound)
-    if own is None or room < own.value:
-        own = Cap(value=room, limit=together.name, reason=together.reason)
+        return per_run
+    room = before + min(remaining, bound)
+    if per_run is None or room < per_run.value:
+        per_run = Cap(value=room, limit=together.name, reason=together.reason)
     took_the_rest = former.limit == together.name and former.value < bound
-    return former if own.value < former.value and not (took_the_rest and own.value > before) else own
+    return former if per_run.value < former.value and not (took_the_rest and per_run.value > before) else per_run
 
 
-def _used(run_id: str, runs: Path) -> dict[str, float]:
+def _usage_of(run_id: str, runs: Path) -> dict[str, float]:
     return spent(Usage.read(RunFolder(runs / run_id)) or Usage())
 
 
 def _accounts(run_id: str, runs: Path) -> list[Account]:
     """Return the accounts of all runs; an ended one that is about to go on holds what it used, even under its lock."""
-    return [dataclasses.replace(one, live=one.live and one.run_id != run_id) for one in read_accounts(runs)]
+    return [
+        dataclasses.replace(account, live=account.live and account.run_id != run_id) for account in read_accounts(runs)
+    ]
 
 
-def _left(limit: Limit, quantity: str, accounts: Sequence[Account]) -> float:
+def _remaining_of(limit: Limit, quantity: str, accounts: Sequence[Account]) -> float:
     """Return what a limit on all runs together leaves, at least 0."""
-    held = (one.disk_gb if quantity == "disk_gb" else one.held(quantity) for one in accounts)
+    held = (account.disk_gb if quantity == "disk_gb" else account.held(quantity) for account in accounts)
     return max(limit.max - sum(held), 0.0)
 
 
@@ -192,7 +194,7 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
         NoRoomWithin: Its caps are used up, or other runs leave no room for the rest.
     """
     frozen = specification.limits
-    used = _used(specification.run_id, runs)
+    used = _usage_of(specification.run_id, runs)
     goes_on = (
         "it resumes" if limits.confirm == "never" else f"the owner's `toprope resume {specification.run_id}` may go on"
     )
@@ -219,18 +221,18 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
         refusals.append(Refusal(limit.name, text, "A run that ends or is stopped makes room."))
     for quantity, reserved in (frozen.reserved if frozen else {}).items():
         limit = limits.get(f"per_day.{quantity}")
-        rest = reserved - used.get(quantity, 0.0)
-        left = 0.0 if limit is None else _left(limit, quantity, accounts)
-        if limit is not None and rest > left + 1e-9:  # both are differences
+        unspent = reserved - used.get(quantity, 0.0)
+        remaining = 0.0 if limit is None else _remaining_of(limit, quantity, accounts)
+        if limit is not None and unspent > remaining + 1e-9:  # both are differences
             text = (
-                f"{limit.name} is {limit.max:g} {UNITS[quantity]}, set by {limits.source}; {left:.3g} are left today, "
-                f"and the run may still use {rest:.3g}."
+                f"{limit.name} is {limit.max:g} {UNITS[quantity]}, set by {limits.source}; {remaining:.3g} are left "
+                f"today, and the run may still use {unspent:.3g}."
             )
             refusals.append(
                 Refusal(limit.name, text, "The count starts anew tomorrow; live runs free what they do not use.")
             )
     if refusals:
-        raise _refused(refusals, "resumed")
+        raise _refusal(refusals, "resumed")
 
 
 def _limits_of_sweep(limits: Limits) -> Limits:
@@ -239,7 +241,7 @@ def _limits_of_sweep(limits: Limits) -> Limits:
     It lasts as long as all of them together, so that a limit on the time of one run would end it for good.
     """
     apart = ("per_day.", "per_run.wall_hours")
-    kept = {one.name: one for one in limits if one.name == "per_day.runs" or not one.name.startswith(apart)}
+    kept = {limit.name: limit for limit in limits if limit.name == "per_day.runs" or not limit.name.startswith(apart)}
     return Limits(kept, limits.prices, confirm=limits.confirm, above=limits.above, source=limits.source)
 
 
@@ -249,10 +251,10 @@ class NoRoomWithin(NotPossibleNow):
     limits: tuple[str, ...] = ()
 
 
-def _refused(refusals: Sequence[Refusal], what: str = "started") -> NoRoomWithin:
-    refused = NoRoomWithin(
-        f"Nothing was {what}: " + "\n".join(refusal.text for refusal in refusals),
+def _refusal(refusals: Sequence[Refusal], action: str = "started") -> NoRoomWithin:
+    error = NoRoomWithin(
+        f"Nothing was {action}: " + "\n".join(refusal.text for refusal in refusals),
         hint="\n".join(dict.fromkeys(refusal.fits for refusal in refusals)),
     )
-    refused.limits = tuple(refusal.limit for refusal in refusals)
-    return refused
+    error.limits = tuple(refusal.limit for refusal in refusals)
+    return error

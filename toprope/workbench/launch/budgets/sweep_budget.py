@@ -66,7 +66,7 @@ def require_room_for_members(
     def estimate() -> Preview:
         count = plan.runs - 1
         usual = _member(sweep, plan, max(1, math.ceil(plan.total_steps / count)), home)
-        return _of_all(preview([usual] * count, limits, demand(usual, machine), home.runs), plan, sweep)
+        return _for_whole_sweep(preview([usual] * count, limits, demand(usual, machine), home.runs), plan, sweep)
 
     return estimate
 
@@ -92,22 +92,22 @@ def _member(sweep: Specification, plan: SweepPlan, steps: int, home: Home) -> Sp
         run_plan = training_plan(config)
     else:
         run_plan = TestPlan(tasks=config.evaluation.validation_tasks, group_size=config.rollout.group_size)
-    [made] = freeze_drafts(home, [draft_of_sweep(sweep, config)], run_plan)
-    member = SweepMember(sweep=made.run_id, candidate="c001", epoch=1)
-    return made.model_copy(update={"member": member, "code": sweep.code})
+    [frozen] = freeze_drafts(home, [draft_of_sweep(sweep, config)], run_plan)
+    member = SweepMember(sweep=frozen.run_id, candidate="c001", epoch=1)
+    return frozen.model_copy(update={"member": member, "code": sweep.code})
 
 
-def _of_all(found: Preview, plan: SweepPlan, sweep: Specification) -> Preview:
+def _for_whole_sweep(costs: Preview, plan: SweepPlan, sweep: Specification) -> Preview:
     """Turn the preview of parallel runs into that of a sweep: times and steps add up, and the plan is hashed too."""
-    estimates = dict(found.estimates)
+    estimates = dict(costs.estimates)
     if (wall := estimates.get("wall_hours")) is not None:
-        estimates["wall_hours"] = wall.times(found.count)
+        estimates["wall_hours"] = wall.times(costs.count)
     content = [
-        found.hash,
+        costs.hash,
         plan.model_dump(mode="json"),
         sweep.config.model_dump(mode="json"),
         sweep.draft_id,
         sweep.draft_revision,
     ]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:HASH_LENGTH]
-    return dataclasses.replace(found, estimates=estimates, steps=max(plan.total_steps, 1), hash=digest)
+    return dataclasses.replace(costs, estimates=estimates, steps=max(plan.total_steps, 1), hash=digest)

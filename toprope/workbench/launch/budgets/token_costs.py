@@ -30,7 +30,9 @@ class TokenCosts:
 
 def unpriced(endpoints: Mapping[str, Endpoint]) -> tuple[str, ...]:
     """Return the names of the models without a price."""
-    return tuple(name for name, one in endpoints.items() if one.prompt_usd is None or one.completion_usd is None)
+    return tuple(
+        name for name, endpoint in endpoints.items() if endpoint.prompt_usd is None or endpoint.completion_usd is None
+    )
 
 
 def token_costs(specification: Specification) -> TokenCosts:
@@ -39,16 +41,16 @@ def token_costs(specification: Specification) -> TokenCosts:
     The bound assumes prompts of `policy.max_context` tokens (`sft.max_length` for a teacher) and the longest answers.
     The run's account holds each call against it, so a run with longer prompts stops asking; it never spends more.
     """
-    asked = _asked_costs(specification)
-    if not specification.config.is_hosted or asked.most_usd is None:
-        return asked
+    costs = _endpoint_costs(specification)
+    if not specification.config.is_hosted or costs.most_usd is None:
+        return costs
     prices = specification.hosted
     if prices is None:
         return TokenCosts(None, (specification.config.policy.model,))
     turns = _turns(specification)
     if turns is None and (prices.prompt_usd or prices.completion_usd):
         return TokenCosts(None)
-    return TokenCosts(asked.most_usd + _hosted_usd(specification, prices, turns or 1))
+    return TokenCosts(costs.most_usd + _hosted_usd(specification, prices, turns or 1))
 
 
 def _hosted_usd(specification: Specification, prices: HostedPrices, turns: int) -> float:
@@ -77,10 +79,10 @@ def _hosted_usd(specification: Specification, prices: HostedPrices, turns: int) 
     return sampled + trained * prices.train_usd / 1e6 + steps * prices.step_usd
 
 
-def _asked_costs(specification: Specification) -> TokenCosts:
+def _endpoint_costs(specification: Specification) -> TokenCosts:
     """The costs of calls to models that run elsewhere."""
     config, test = specification.config, specification.test
-    endpoints = {one.name: one.endpoint for one in (test.models if test else []) if one.endpoint is not None}
+    endpoints = {model.name: model.endpoint for model in (test.models if test else []) if model.endpoint is not None}
     answers, prompt, longest = 0, config.policy.max_context, config.rollout.max_new_tokens
     if test is not None:
         answers, longest = test.tasks * test.group_size, test.max_new_tokens or longest
@@ -91,13 +93,13 @@ def _asked_costs(specification: Specification) -> TokenCosts:
         answers, prompt, longest = sft.tasks * sft.traces_per_task * sft.attempts, sft.max_length, sft.max_new_tokens
     if missing := unpriced(endpoints):
         return TokenCosts(None, missing)
-    helpers = {name: one.endpoint for name, one in specification.helpers.items() if one.endpoint is not None}
+    helpers = {name: model.endpoint for name, model in specification.helpers.items() if model.endpoint is not None}
     if missing := unpriced(helpers):
         return TokenCosts(None, missing)
-    if any(one.prompt_usd or one.completion_usd for one in helpers.values()):
+    if any(model.prompt_usd or model.completion_usd for model in helpers.values()):
         return TokenCosts(None)  # how long judged answers and games get is unknown; each call is held against the limit
     per_call = sum(
-        prompt * (one.prompt_usd or 0.0) + longest * (one.completion_usd or 0.0) for one in endpoints.values()
+        prompt * (model.prompt_usd or 0.0) + longest * (model.completion_usd or 0.0) for model in endpoints.values()
     )
     turns = _turns(specification)
     if per_call and turns is None:
@@ -107,8 +109,8 @@ def _asked_costs(specification: Specification) -> TokenCosts:
 
 def _turns(specification: Specification) -> int | None:
     """Calls in one rollout; None if unknown."""
-    asked = specification.ask
-    if specification.mixture or (asked is not None and not asked.conversations):
+    ask = specification.ask
+    if specification.mixture or (ask is not None and not ask.conversations):
         return None
     if specification.config.environment.max_turns is not None:
         return specification.config.environment.max_turns
