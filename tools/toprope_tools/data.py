@@ -63,9 +63,9 @@ async def export_trajectories(
         NotPossibleNow: The disk is full, or too many exports and builds are running.
     """
     arguments = {"sources": sources, "format": format, **({"where": where} if where else {})}
-    standing = await _done(workshop, lambda: export_order(workshop.home, sources, format, where), wait_s, progress)
+    standing = await _run_job(workshop, lambda: export_order(workshop.home, sources, format, where), wait_s, progress)
     if (outcome := standing.outcome) is None:
-        text = _going_on(standing, "export_trajectories", arguments)
+        text = _still_running(standing, "export_trajectories", arguments)
         return Answer(text, answers.Exported(state="running", format=format, read=standing.read, items=standing.kept))
     lines = [
         f"Exported {plural(outcome.items, 'item')} of {', '.join(named(name) for name in sources[:4])} to "
@@ -100,21 +100,21 @@ async def build_dataset(
 
     Raises: See `export_trajectories`.
     """
-    given = {"sources": sources, "where": where, "recipe": recipe}
-    arguments = {"name": name, **{key: one for key, one in given.items() if one}}
-    standing = await _done(
+    sources_and_filters = {"sources": sources, "where": where, "recipe": recipe}
+    arguments = {"name": name, **{key: argument for key, argument in sources_and_filters.items() if argument}}
+    standing = await _run_job(
         workshop,
         lambda: build_order(workshop.home, workshop.catalog, name, sources or [], where, recipe),
         wait_s,
         progress,
     )
     if (outcome := standing.outcome) is None:
-        text = _going_on(standing, "build_dataset", arguments)
+        text = _still_running(standing, "build_dataset", arguments)
         return Answer(text, answers.BuiltDataset(state="running", read=standing.read, items=standing.kept))
-    made = "was built" if outcome.new else "already contains exactly this; no new version was built"
+    outcome_text = "was built" if outcome.new else "already contains exactly this; no new version was built"
     splits = ", ".join(f"{split} {count}" for split, count in outcome.splits.items()) if len(outcome.splits) > 1 else ""
     lines = [
-        f"{outcome.version} {made}: {plural(outcome.items, 'item')}{f' ({splits})' if splits else ''}, "
+        f"{outcome.version} {outcome_text}: {plural(outcome.items, 'item')}{f' ({splits})' if splits else ''}, "
         f"{outcome.read} read, {outcome.generated} generated.",
         *_remarks(outcome),
         f"It is in {outcome.path}; README.md there is its card.",
@@ -152,7 +152,7 @@ async def export_policy(
     from toprope.workbench.policies import policy_order
 
     arguments = {"run_id": run_id, "form": form, **({"hub": hub} if hub else {})}
-    standing = await _done(
+    standing = await _run_job(
         workshop, lambda: policy_order(workshop.home, run_id, form, repository=hub or "", agent=True), wait_s, progress
     )
     if (outcome := standing.outcome) is None:
@@ -169,7 +169,7 @@ async def export_policy(
     return Answer("\n".join(lines), answers.ExportedPolicy.of(outcome, state="done", form=form))
 
 
-async def _done(
+async def _run_job(
     workshop: Workshop, order: Callable[[], DataOrder], wait_s: float, progress: Progress | None
 ) -> Standing:
     """Begin a job and wait for it. Raises: the error that ended it."""
@@ -179,11 +179,11 @@ async def _done(
         return begin(workshop.home, order())
 
     job = await to_thread.run_sync(started)
-    deadline, told = time.monotonic() + wait_s, ""
+    deadline, reported = time.monotonic() + wait_s, ""
     while not (standing := await to_thread.run_sync(job.standing)).ended:
         doing = f"{standing.doing or 'starting'}: {standing.read} read, {standing.kept} kept"
-        if progress is not None and doing != told:
-            told = doing
+        if progress is not None and doing != reported:
+            reported = doing
             await progress(standing.read + standing.kept, None, doing)
         if time.monotonic() >= deadline:
             return standing
@@ -194,20 +194,20 @@ async def _done(
     return standing
 
 
-def _going_on(standing: Standing, tool: str, arguments: dict[str, Any]) -> str:
-    shown = ", ".join(f"{key}={one!r}" for key, one in arguments.items())
+def _still_running(standing: Standing, tool: str, arguments: dict[str, Any]) -> str:
+    argument_text = ", ".join(f"{key}={argument!r}" for key, argument in arguments.items())
     doing = f"{standing.doing or 'starting'}, {standing.read} read, {standing.kept} kept so far"
-    return f"Still running ({doing}).\nNext: the same call waits for it: {tool}({clip(shown, 1500)})"
+    return f"Still running ({doing}).\nNext: the same call waits for it: {tool}({clip(argument_text, 1500)})"
 
 
 def _remarks(outcome: Outcome) -> list[str]:
     lines = []
     if outcome.texts:
-        said = "; ".join(f"{count} {_TEXTS.get(source, source)}" for source, count in outcome.texts.items())
-        lines.append(f"Texts of the items read: {said}.")
+        text_sources = "; ".join(f"{count} {_TEXTS.get(source, source)}" for source, count in outcome.texts.items())
+        lines.append(f"Texts of the items read: {text_sources}.")
     if outcome.left_out:
-        said = ", ".join(f"{count} {named(why, 60)}" for why, count in outcome.left_out.items())
-        lines.append(f"Left out of {outcome.read + outcome.generated}: {said}.")
+        omissions = ", ".join(f"{count} {named(reason, 60)}" for reason, count in outcome.left_out.items())
+        lines.append(f"Left out of {outcome.read + outcome.generated}: {omissions}.")
     return [*lines, *(marked(warning, 300) for warning in outcome.warnings[:5])]
 
 

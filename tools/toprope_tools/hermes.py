@@ -81,24 +81,24 @@ def selected(workshop: Workshop, caller: str) -> Selection:
     Raises:
         NotPossibleNow: It selected nothing since the server started.
     """
-    found: Selection | None = workshop.selections.get(caller)
-    if found is None:
+    selection: Selection | None = workshop.selections.get(caller)
+    if selection is None:
         raise NotPossibleNow("No environment selected.", hint="Use rl_select_environment(name) first.")
-    return found
+    return selection
 
 
 async def rl_list_environments(workshop: Workshop) -> dict[str, Any]:
     """List all environments that can be opened, with descriptions as long as fit."""
-    entries = [one for one in await to_thread.run_sync(workshop.catalog.entries) if one.usable]
+    entries = [entry for entry in await to_thread.run_sync(workshop.catalog.entries) if entry.usable]
     for length in (100, 40, 0):
         listed = [
             {
-                "name": one.name,
-                "class_name": one.environment.attribute or one.ecosystem,
-                "file_path": one.environment.place,
-                "description": marked(one.description, length) if length else "",
+                "name": entry.name,
+                "class_name": entry.environment.attribute or entry.ecosystem,
+                "file_path": entry.environment.place,
+                "description": marked(entry.description, length) if length else "",
             }
-            for one in entries
+            for entry in entries
         ]
         if len(json.dumps(listed)) // 4 < TOKEN_BUDGET - 500:
             break
@@ -125,18 +125,20 @@ async def rl_get_current_config(workshop: Workshop, who: str) -> dict[str, Any]:
     locks = workshop.home.locks(draft.preset)
     free, locked = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, ours in _fields(draft).items():
-        told = {
+        field_entry = {
             "name": name,
             "type": "integer" if name == _BATCH else "boolean" if name == "use_wandb" else ours.type_text,
-            "default": _shown(name, ours.default, draft),
+            "default": _value_for_hermes(name, ours.default, draft),
             "description": (marked if ours.name.startswith(f"{KNOBS}.") else clip)(ours.description, 120),
-            "current_value": _shown(name, get_value(draft.config, ours), draft),
+            "current_value": _value_for_hermes(name, get_value(draft.config, ours), draft),
         }
         if (lock := locks.get(ours.name)) is None:
-            free.append(told)
+            free.append(field_entry)
         else:
-            held = lock.value if lock.min is None and lock.max is None else lock.says
-            locked.append({**told, "locked_value": _shown(name, held, draft), "reason": lock.reason})
+            locked_value = lock.value if lock.min is None and lock.max is None else lock.says
+            locked.append(
+                {**field_entry, "locked_value": _value_for_hermes(name, locked_value, draft), "reason": lock.reason}
+            )
     return {
         "environment": draft.environment.name,
         "configurable_fields": free,
@@ -153,13 +155,13 @@ async def rl_edit_config(workshop: Workshop, who: str, *, field: str, value: Any
         LockedField, InvalidValue: The value is not allowed.
     """
     draft = await _draft(workshop, who)
-    known = _fields(draft)
-    ours = known[field].name if field in known else field
+    fields = _fields(draft)
+    ours = fields[field].name if field in fields else field
     if ours not in draft.fields:
-        raise NotFound(f"Unknown field '{clip(field, 80)}'.", hint=f"Available fields: {', '.join(known)}.")
-    given = value
+        raise NotFound(f"Unknown field '{clip(field, 80)}'.", hint=f"Available fields: {', '.join(fields)}.")
+    our_value = value
     if field == "use_wandb" and isinstance(value, bool):
-        given = "online" if value else "disabled"
+        our_value = "online" if value else "disabled"
     elif field == _BATCH:
         size = draft.config.rollout.group_size
         if isinstance(value, bool) or not isinstance(value, int) or value < size or value % size:
@@ -167,11 +169,14 @@ async def rl_edit_config(workshop: Workshop, who: str, *, field: str, value: Any
                 f"batch_size {clip(str(value), 40)} is not a multiple of group_size {size}.",
                 hint="A step takes whole groups; set group_size first.",
             )
-        given = value // size
-    await drafts.edit_config(workshop, draft_id=draft.id, changes={ours: given})
-    after = await _draft(workshop, who)
-    now = {name: _shown(name, get_value(after.config, one), after) for name, one in _fields(after).items()}
-    return {"message": f"Updated {field} = {cut(value, 200)}", "field": field, "value": value, "config": now}
+        our_value = value // size
+    await drafts.edit_config(workshop, draft_id=draft.id, changes={ours: our_value})
+    changed = await _draft(workshop, who)
+    current_config = {
+        name: _value_for_hermes(name, get_value(changed.config, our_field), changed)
+        for name, our_field in _fields(changed).items()
+    }
+    return {"message": f"Updated {field} = {cut(value, 200)}", "field": field, "value": value, "config": current_config}
 
 
 async def rl_start_training(
@@ -187,12 +192,15 @@ async def rl_start_training(
         raise
     run_id = str(answer.data.model_dump()["run_id"])
     folder = workshop.runs.folder(run_id)
-    now = {name: _shown(name, get_value(draft.config, one), draft) for name, one in _fields(draft).items()}
+    current_config = {
+        name: _value_for_hermes(name, get_value(draft.config, our_field), draft)
+        for name, our_field in _fields(draft).items()
+    }
     return {
         "run_id": run_id,
         "status": "starting",
         "environment": draft.environment.name,
-        "config": now,
+        "config": current_config,
         **_tracker(folder),
         "config_path": str(folder.spec),
         "logs": _logs(folder),
@@ -207,26 +215,26 @@ async def rl_check_status(workshop: Workshop, *, run_id: str, client: Client = U
         NotFound: There is no such run.
     """
     answer = await states.check_status(workshop, run_ids=[run_id], client=client)
-    seen = answer.data.model_dump()["runs"][0]
-    news = seen["states"] or seen["events"]
-    if seen["state"] in LIVE and not seen["fresh"] and not news and seen["next_numbers_in_s"]:
-        left = seen["next_numbers_in_s"]
+    run = answer.data.model_dump()["runs"][0]
+    news = run["states"] or run["events"]
+    if run["state"] in LIVE and not run["fresh"] and not news and run["next_numbers_in_s"]:
+        seconds_left = run["next_numbers_in_s"]
         return {
             "rate_limited": True,
             "run_id": run_id,
-            "message": f"Rate limited. Next check available in {left / 60:.1f} minutes.",
-            "next_check_in_seconds": left,
+            "message": f"Rate limited. Next check available in {seconds_left / 60:.1f} minutes.",
+            "next_check_in_seconds": seconds_left,
         }
     status = await to_thread.run_sync(workshop.runs.status, run_id)
-    folder, numbers = workshop.runs.folder(run_id), seen["numbers"]
+    folder, numbers = workshop.runs.folder(run_id), run["numbers"]
     began = status.training_at or status.started_at
-    evaluations = [one.get("accuracy") for one in status.evaluations.values()]
-    told = {
+    evaluations = [evaluation.get("accuracy") for evaluation in status.evaluations.values()]
+    report = {
         "run_id": run_id,
         "status": _state(status),
         "environment": status.environment,
         "running_time_minutes": round(((status.ended_at or time.time()) - began) / 60, 2) if began else 0,
-        "processes": {_PROCESSES[name]: how for name, how in components(status).items() if name in _PROCESSES},
+        "processes": {_PROCESSES[name]: state for name, state in components(status).items() if name in _PROCESSES},
         **_tracker(folder),
         "logs": _logs(folder),
         "metrics": {
@@ -236,7 +244,7 @@ async def rl_check_status(workshop: Workshop, *, run_id: str, client: Client = U
             "eval_percent_correct": evaluations[-1] if evaluations else None,
         },
     }
-    return told if status.failure is None else {**told, "error": marked(status.failure.reason, 400)}
+    return report if status.failure is None else {**report, "error": marked(status.failure.reason, 400)}
 
 
 async def rl_stop_training(workshop: Workshop, *, run_id: str) -> dict[str, Any]:
@@ -245,10 +253,10 @@ async def rl_stop_training(workshop: Workshop, *, run_id: str) -> dict[str, Any]
     Raises:
         NotFound: There is no such run.
     """
-    told = (await training.stop_training(workshop, run_id=run_id)).data.model_dump()
-    if not told["was_live"]:
-        return {"message": f"Run '{run_id}' is not running (status: {told['state']})"}
-    return {"message": f"Stopped training run '{run_id}'", "run_id": run_id, "status": told["state"]}
+    stopped = (await training.stop_training(workshop, run_id=run_id)).data.model_dump()
+    if not stopped["was_live"]:
+        return {"message": f"Run '{run_id}' is not running (status: {stopped['state']})"}
+    return {"message": f"Stopped training run '{run_id}'", "run_id": run_id, "status": stopped["state"]}
 
 
 async def rl_get_results(workshop: Workshop, *, run_id: str) -> dict[str, Any]:
@@ -258,13 +266,13 @@ async def rl_get_results(workshop: Workshop, *, run_id: str) -> dict[str, Any]:
         NotFound: There is no such run.
         InvalidValue: A seed group.
     """
-    found = (await results.get_results(workshop, run_id=run_id, detail="detailed")).data.model_dump()
-    told, history = found["results"], found["detail"].get("history", [])
+    answer = (await results.get_results(workshop, run_id=run_id, detail="detailed")).data.model_dump()
+    run_results, history = answer["results"], answer["detail"].get("history", [])
     status = await to_thread.run_sync(workshop.runs.status, run_id)
-    final = {key: one for key, one in told.get("metrics", {}).items() if isinstance(one, int | float)}
-    for label, one in told.get("evaluations", {}).items():
-        if one.get("sampled"):
-            final[f"eval/{label}/percent_correct"] = one["sampled"]["accuracy"]
+    final = {key: metric for key, metric in run_results.get("metrics", {}).items() if isinstance(metric, int | float)}
+    for label, evaluation in run_results.get("evaluations", {}).items():
+        if evaluation.get("sampled"):
+            final[f"eval/{label}/percent_correct"] = evaluation["sampled"]["accuracy"]
     every = max(1, -(-len(history) // 10))
     return {
         "run_id": run_id,
@@ -273,19 +281,24 @@ async def rl_get_results(workshop: Workshop, *, run_id: str) -> dict[str, Any]:
         **_tracker(workshop.runs.folder(run_id)),
         "final_metrics": final,
         "history": history[::-1][::every][::-1],
-        "weights": told.get("weights"),
-        "checkpoint": told.get("checkpoint"),
+        "weights": run_results.get("weights"),
+        "checkpoint": run_results.get("checkpoint"),
     }
 
 
 async def rl_list_runs(workshop: Workshop) -> dict[str, Any]:
     """List the newest runs."""
-    found = await to_thread.run_sync(workshop.statuses)
+    statuses = await to_thread.run_sync(workshop.statuses)
     runs = [
-        {"run_id": one.run_id, "environment": one.environment, "status": _state(one), "wandb_run_name": one.run_id}
-        for one in found[:_MOST_RUNS]
+        {
+            "run_id": status.run_id,
+            "environment": status.environment,
+            "status": _state(status),
+            "wandb_run_name": status.run_id,
+        }
+        for status in statuses[:_MOST_RUNS]
     ]
-    return {"runs": runs, "count": len(found)}
+    return {"runs": runs, "count": len(statuses)}
 
 
 async def rl_test_inference(
@@ -309,7 +322,9 @@ async def rl_test_inference(
         NotFound, LockedField, InvalidValue: As `toprope_tools.runs.inference.test_inference`.
     """
     draft, mine = await _draft(workshop, who), selected(workshop, who)
-    names = [f"openrouter:{one}" if "/" in one and ":" not in one.partition("/")[0] else one for one in models or []]
+    names = [
+        f"openrouter:{name}" if "/" in name and ":" not in name.partition("/")[0] else name for name in models or []
+    ]
     key = json.dumps([draft.revision, num_steps, group_size, names])
     async with mine.starting:
         if key not in mine.tests:
@@ -323,24 +338,24 @@ async def rl_test_inference(
     )
     status = await to_thread.run_sync(workshop.runs.status, run_id)
     plan = {"num_steps": num_steps, "group_size": group_size, "rollouts_per_model": num_steps * group_size}
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "run_id": run_id,
         "environment": draft.environment.name,
         "environment_file": draft.environment.place,
         "test_config": plan,
     }
     if not status.ended:
-        return told | {"status": "running", "message": "Call rl_test_inference with the same arguments to wait on."}
+        return report | {"status": "running", "message": "Call rl_test_inference with the same arguments to wait on."}
     if mine.tests.get(key) == run_id:  # an equal call may have told the end before
         del mine.tests[key]  # the next call measures again
-    found = (await results.get_results(workshop, run_id=run_id, detail="detailed")).data.model_dump()["results"]
-    tested = [_tested(one) for one in (found.get("tested") or {}).get("models", [])]
+    run_results = (await results.get_results(workshop, run_id=run_id, detail="detailed")).data.model_dump()["results"]
+    tested = [_tested(model) for model in (run_results.get("tested") or {}).get("models", [])]
     if status.failure is not None:
-        told |= {"error": marked(status.failure.reason, 400)}
+        report |= {"error": marked(status.failure.reason, 400)}
     plan["total_rollouts"] = num_steps * group_size * len(tested)
-    working = [one for one in tested if one["steps_tested"]]
-    best = max(working, key=lambda one: float(one["accuracy"]), default=None)
-    mean = sum(one["accuracy"] for one in working) / len(working) if working else 0
+    working = [result for result in tested if result["steps_tested"]]
+    best = max(working, key=lambda result: float(result["accuracy"]), default=None)
+    mean = sum(result["accuracy"] for result in working) / len(working) if working else 0
     summary = {
         "steps_requested": num_steps,
         "models_tested": len(tested),
@@ -350,7 +365,7 @@ async def rl_test_inference(
         "environment_working": bool(working),
         "output_directory": str(workshop.runs.folder(run_id).path),
     }
-    return told | {"models_tested": tested, "summary": summary}
+    return report | {"models_tested": tested, "summary": summary}
 
 
 def _tested(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,14 +374,14 @@ def _tested(model: Mapping[str, Any]) -> dict[str, Any]:
     A step without scores is left out; errors have no scores, but count as answers that are not correct.
     """
     steps = [
-        {"step": number, "completions": len(scores), "correct": sum(one > 0 for one in scores), "scores": scores}
+        {"step": number, "completions": len(scores), "correct": sum(score > 0 for score in scores), "scores": scores}
         for number, scores in enumerate(model.get("scores", []), 1)
         if scores
     ]
     measured = model.get("measured") or {"rollouts": 0, "tasks": 0}
-    answered, tasks, right = measured["rollouts"], measured["tasks"], sum(one["correct"] for one in steps)
-    solved, scale = sum(one["correct"] > 0 for one in steps), model["name"].rpartition("/")[2]
-    told = {
+    answered, tasks, right = measured["rollouts"], measured["tasks"], sum(step["correct"] for step in steps)
+    solved, scale = sum(step["correct"] > 0 for step in steps), model["name"].rpartition("/")[2]
+    result = {
         "model": model["model"],
         "name": model["name"],
         "scale": scale if scale in _SCALES else "custom",
@@ -378,7 +393,7 @@ def _tested(model: Mapping[str, Any]) -> dict[str, Any]:
         "steps_with_correct": solved,
         "step_success_rate": round(solved / tasks, 3) if tasks else 0,
     }
-    return told if model.get("error") is None else {**told, "error": marked(model["error"], 400)}
+    return result if model.get("error") is None else {**result, "error": marked(model["error"], 400)}
 
 
 async def _draft(workshop: Workshop, who: str) -> Draft:
@@ -387,13 +402,15 @@ async def _draft(workshop: Workshop, who: str) -> Draft:
 
 def _fields(draft: Draft) -> dict[str, Field]:
     """The fields of a draft by Hermes' names, and its knobs by their own."""
-    known = {name: draft.fields[ours] for name, ours in FIELDS.items()}
-    known[_BATCH] = draft.fields["rollout.groups_per_step"]
-    knobs = {name.removeprefix(f"{KNOBS}."): one for name, one in draft.fields.items() if name.startswith(f"{KNOBS}.")}
-    return {**knobs, **known}
+    hermes_fields = {name: draft.fields[ours] for name, ours in FIELDS.items()}
+    hermes_fields[_BATCH] = draft.fields["rollout.groups_per_step"]
+    knobs = {
+        name.removeprefix(f"{KNOBS}."): knob for name, knob in draft.fields.items() if name.startswith(f"{KNOBS}.")
+    }
+    return {**knobs, **hermes_fields}
 
 
-def _shown(name: str, value: Any, draft: Draft) -> Any:
+def _value_for_hermes(name: str, value: Any, draft: Draft) -> Any:
     if name == "use_wandb":
         return value != "disabled"
     if name == _BATCH and isinstance(value, int):

@@ -71,8 +71,8 @@ class Openings:
         opening.waiting += 1
         try:
             while not opening.task.done() and time.monotonic() < until:
-                left = until - time.monotonic()
-                await asyncio.wait([opening.task], timeout=min(_TOLD_EVERY_S, left))
+                seconds_left = until - time.monotonic()
+                await asyncio.wait([opening.task], timeout=min(_TOLD_EVERY_S, seconds_left))
                 if caller.progress is not None and not opening.task.done():
                     seconds = time.monotonic() - opening.began
                     await caller.progress(seconds, limit_s, f"{what}, {seconds:.0f} of at most {limit_s:.0f} s")
@@ -95,10 +95,10 @@ class Openings:
         return result
 
     def _forget_old(self) -> None:
-        for key, one in list(self._known.items()):
-            if one.task.done() and time.monotonic() - one.began > _KEPT_S:
-                if not one.task.cancelled():
-                    one.task.exception()  # retrieved, so that asyncio does not report it
+        for key, opening in list(self._known.items()):
+            if opening.task.done() and time.monotonic() - opening.began > _KEPT_S:
+                if not opening.task.cancelled():
+                    opening.task.exception()  # retrieved, so that asyncio does not report it
                 del self._known[key]
 
 

@@ -56,12 +56,12 @@ def build() -> typer.Typer:
 
     from toprope_server.cli import data, policies, rope
 
-    using = (policies.chat, policies.serve_model, policies.export, policies.fit)
-    watching = (dashboard, runs, status, watch, logs, results, rollouts, *using, report)
+    policy_commands = (policies.chat, policies.serve_model, policies.export, policies.fit)
+    reading_commands = (dashboard, runs, status, watch, logs, results, rollouts, *policy_commands, report)
 
-    control = (stop, resume, rope.approve, rope.freeze, rope.thaw, rope.audit)
+    control_commands = (stop, resume, rope.approve, rope.freeze, rope.thaw, rope.audit)
     app.command("eval")(policies.evaluate)
-    for command in (serve, *watching, *control, doctor, prune, install, clients, demo):
+    for command in (serve, *reading_commands, *control_commands, doctor, prune, install, clients, demo):
         app.command()(command)
     app.add_typer(rope.tokens())
     from toprope_server.cli.env import manage, new, trial
@@ -76,11 +76,11 @@ def build() -> typer.Typer:
     app.add_typer(environments)
     from toprope_server.cli.env import engines
 
-    kept = typer.Typer(name="engine", help="Manage engines that sample answers.", no_args_is_help=True)
-    kept.command()(engines.add)
-    kept.command()(engines.remove)
-    kept.command("list")(engines.list_engines)
-    app.add_typer(kept)
+    engine_commands = typer.Typer(name="engine", help="Manage engines that sample answers.", no_args_is_help=True)
+    engine_commands.command()(engines.add)
+    engine_commands.command()(engines.remove)
+    engine_commands.command("list")(engines.list_engines)
+    app.add_typer(engine_commands)
     app.add_typer(data.build())
     return app
 
@@ -135,10 +135,10 @@ def runs() -> None:
     with open_workshop() as workshop:
         from toprope_tools.status.run_list import run_row
 
-        found = workshop.statuses()
-        for run in found:
+        statuses = workshop.statuses()
+        for run in statuses:
             typer.echo(run_row(run))
-        if not found:
+        if not statuses:
             typer.echo(f"There are no runs in {workshop.home.runs}.")
 
 
@@ -152,19 +152,20 @@ def status(run: Run) -> None:
         from toprope.untrusted import marked_lines
         from toprope_server.cli.wording import in_commands
 
-        found = workshop.runs.status(find_run(workshop, run))
-        lines = [f"{found.run_id}: {found.state}{f' ({found.reason})' if found.reason else ''}"]
-        if (accuracy := headline(found)) is not None:
+        state = workshop.runs.status(find_run(workshop, run))
+        lines = [f"{state.run_id}: {state.state}{f' ({state.reason})' if state.reason else ''}"]
+        if (accuracy := headline(state)) is not None:
             lines.append(str(accuracy))
-        lines.append(numbers_line(found.progress))
-        for name, member in found.crew.items():
+        lines.append(numbers_line(state.progress))
+        for name, member in state.crew.items():
             lines.append(f"  {name}: {member.state}{f', pid {member.pid}' if member.pid else ''}")
-        for finding in found.findings:
-            said = f"{finding.level}: {finding.rule}: {finding.what} {finding.next}".rstrip()
-            lines.append(in_commands(said, found.run_id))
-        if found.failure is not None:
-            said = f"failed: {found.failure.component}: {found.failure.reason} {found.failure.hint}".rstrip()
-            lines += [in_commands(said, found.run_id), *(f"  {line}" for line in marked_lines(found.failure.excerpt))]
+        for finding in state.findings:
+            text = f"{finding.level}: {finding.rule}: {finding.what} {finding.next}".rstrip()
+            lines.append(in_commands(text, state.run_id))
+        failure = state.failure
+        if failure is not None:
+            text = f"failed: {failure.component}: {failure.reason} {failure.hint}".rstrip()
+            lines += [in_commands(text, state.run_id), *(f"  {line}" for line in marked_lines(failure.excerpt))]
         for line in lines:  # programs of others may have written anything into them
             typer.echo("  " * line.startswith("  ") + clip(line, 2000))
 
@@ -184,7 +185,7 @@ def watch(
     with open_workshop() as workshop:
         from toprope_server.cli.runs.watch import watch as watch_runs
 
-        raise typer.Exit(watch_runs(workshop, [find_run(workshop, one) for one in run or []]))
+        raise typer.Exit(watch_runs(workshop, [find_run(workshop, name) for name in run or []]))
 
 
 def logs(
@@ -211,8 +212,8 @@ def results(
     with open_workshop() as workshop:
         from toprope_tools.results.results import get_results
 
-        found, detail = find_run(workshop, run), "detailed" if detailed else "concise"
-        _print_answer(found, lambda: get_results(workshop, run_id=found, detail=detail))
+        run_id, detail = find_run(workshop, run), "detailed" if detailed else "concise"
+        _print_answer(run_id, lambda: get_results(workshop, run_id=run_id, detail=detail))
 
 
 def rollouts(
@@ -229,12 +230,12 @@ def rollouts(
     with open_workshop() as workshop:
         from toprope_tools.results.rollouts import browse_rollouts
 
-        found = find_run(workshop, run)
+        run_id = find_run(workshop, run)
         _print_answer(
-            found,
+            run_id,
             lambda: browse_rollouts(
                 workshop,
-                run_id=found,
+                run_id=run_id,
                 order=order,  # type: ignore[arg-type] # one of the four
                 task=task,
                 part=part,
@@ -249,8 +250,8 @@ def stop(run: Run) -> None:
     with open_workshop() as workshop:
         from toprope_tools.runs.training import stop_training
 
-        found = find_run(workshop, run)
-        _print_answer(found, lambda: stop_training(workshop, run_id=found))
+        run_id = find_run(workshop, run)
+        _print_answer(run_id, lambda: stop_training(workshop, run_id=run_id))
 
 
 def resume(
@@ -262,9 +263,9 @@ def resume(
     with open_workshop() as workshop:
         from toprope_tools.runs.training import resume_training
 
-        found = find_run(workshop, run)
+        run_id = find_run(workshop, run)
         _print_answer(
-            found, lambda: resume_training(workshop, run_id=found, steps=steps, seconds=seconds, by_owner=True)
+            run_id, lambda: resume_training(workshop, run_id=run_id, steps=steps, seconds=seconds, by_owner=True)
         )
 
 
@@ -288,12 +289,12 @@ def report(
     with open_workshop() as workshop:
         from toprope_server.cli.runs.report import write_report
 
-        found = None if run is None else find_run(workshop, run)
-        path = output or Path(f"{found or 'toprope-report'}.html")
+        run_id = None if run is None else find_run(workshop, run)
+        path = output or Path(f"{run_id or 'toprope-report'}.html")
         with showing_work("Reading the records ...") as show:
-            written = write_report(workshop, found, path, show)
-        for one in written:
-            typer.echo(f"Wrote {one}")
+            paths = write_report(workshop, run_id, path, show)
+        for written_path in paths:
+            typer.echo(f"Wrote {written_path}")
 
 
 def doctor(

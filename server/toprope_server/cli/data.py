@@ -57,10 +57,10 @@ def export(
 
     with open_workshop() as workshop:
         endings = {ending: name for name, ending in ENDINGS.items() if ending}
-        chosen = form or (endings.get(output.suffix, "datasets") if output is not None else "jsonl")
+        format_name = form or (endings.get(output.suffix, "datasets") if output is not None else "jsonl")
         target = None if output is None else output.expanduser().absolute()
         home = workshop.home.ensure()
-        outcome = run_order(home, export_order(home, sources, chosen, filters(where), target=target))
+        outcome = run_order(home, export_order(home, sources, format_name, filters(where), target=target))
         typer.echo(f"{plural(outcome.items, 'item')} ({outcome.bytes} bytes) in {outcome.path}")
         _print_notes(outcome)
 
@@ -79,10 +79,10 @@ def build_version(
     from toprope.workbench.data import build_order
 
     with open_workshop() as workshop:
-        home, given = workshop.home.ensure(), {} if recipe is None else read_yaml(recipe)
+        home, recipe_data = workshop.home.ensure(), {} if recipe is None else read_yaml(recipe)
         files = [_existing_file(path) for path in file or ()]
         order = build_order(
-            home, workshop.catalog, name, sources or [], filters(where), given, anywhere=True, files=files
+            home, workshop.catalog, name, sources or [], filters(where), recipe_data, anywhere=True, files=files
         )
         outcome = run_order(home, order)
         new = "" if outcome.new else " (unchanged)"
@@ -104,8 +104,8 @@ def import_traces(
     with open_workshop() as workshop:
         inbox = inbox_of(workshop.home, name)
         with sys.stdin.buffer if str(file) == "-" else _existing_file(file).open("rb") as lines:
-            taken = inbox.take(lines, "standard input" if str(file) == "-" else file.name)
-        typer.echo(f"{taken} items wait for {name}: toprope data build {name} {name}@inbox")
+            count = inbox.take(lines, "standard input" if str(file) == "-" else file.name)
+        typer.echo(f"{count} items wait for {name}: toprope data build {name} {name}@inbox")
 
 
 def _existing_file(path: Path) -> Path:
@@ -116,11 +116,11 @@ def _existing_file(path: Path) -> Path:
     """
     from toprope.errors import InvalidValue
 
-    found = path.expanduser().absolute()
-    if not found.is_file() or not os.access(found, os.R_OK):
-        problem = "cannot be read" if found.exists() else "does not exist"
-        raise InvalidValue(f"{found} {problem}. Nothing was changed.", hint="Name a file of JSON lines.")
-    return found
+    absolute_path = path.expanduser().absolute()
+    if not absolute_path.is_file() or not os.access(absolute_path, os.R_OK):
+        problem = "cannot be read" if absolute_path.exists() else "does not exist"
+        raise InvalidValue(f"{absolute_path} {problem}. Nothing was changed.", hint="Name a file of JSON lines.")
+    return absolute_path
 
 
 def list_datasets() -> None:
@@ -142,8 +142,8 @@ def list_datasets() -> None:
         if not store.names():
             typer.echo(f"There are no data sets in {store.path}.")
         for job in live_jobs(workshop.home):
-            now = job.standing()
-            typer.echo(f"running: {job.id}  {now.doing}, {now.read} read, {now.kept} kept")
+            progress = job.standing()
+            typer.echo(f"running: {job.id}  {progress.doing}, {progress.read} read, {progress.kept} kept")
 
 
 def show(name: Annotated[str, typer.Argument(help="best, or best@v2.")]) -> None:
@@ -162,27 +162,27 @@ def stop(job: Annotated[str, typer.Argument(help="As 'toprope data list' shows i
     from toprope.workbench.data import live_jobs
 
     with open_workshop() as workshop:
-        found = next((one for one in live_jobs(workshop.home) if one.id == job), None)
-        if found is None:
+        running_job = next((candidate for candidate in live_jobs(workshop.home) if candidate.id == job), None)
+        if running_job is None:
             raise NotFound(f"There is no running job {job}.", hint="toprope data list shows those that run.")
-        found.stop()
+        running_job.stop()
         typer.echo(f"{job} is stopping.")
 
 
 def filters(where: list[str] | None) -> dict[str, Any]:
     """Parse filters of a command line: `success=true`, `min_reward=0.5`, `task=abc`."""
-    found: dict[str, Any] = {}
-    for written in where or ():
-        name, sign, value = written.partition("=")
+    parsed: dict[str, Any] = {}
+    for text in where or ():
+        name, sign, value = text.partition("=")
         if not sign:
-            raise typer.BadParameter(f"{written} is not of the form NAME=VALUE.")
+            raise typer.BadParameter(f"{text} is not of the form NAME=VALUE.")
         try:
-            found[name.strip()] = json.loads(value)
+            parsed[name.strip()] = json.loads(value)
         except ValueError:
-            found[name.strip()] = value
+            parsed[name.strip()] = value
         if name.strip() in ("run", "environment", "task", "split"):
-            found[name.strip()] = value
-    return found
+            parsed[name.strip()] = value
+    return parsed
 
 
 def run_order(home: Home, order: DataOrder) -> Any:
@@ -192,23 +192,23 @@ def run_order(home: Home, order: DataOrder) -> Any:
     job: Job = begin(home, order)
     reported = time.monotonic()
     try:
-        while not (now := job.standing()).ended:
+        while not (progress := job.standing()).ended:
             time.sleep(_EVERY_S / 10 if time.monotonic() - reported < _EVERY_S else _EVERY_S)
             if time.monotonic() - reported > 10:
                 reported = time.monotonic()
-                typer.echo(f"{now.doing}: {now.read} read, {now.kept} kept", err=True)
+                typer.echo(f"{progress.doing}: {progress.read} read, {progress.kept} kept", err=True)
     except KeyboardInterrupt:
         job.stop()
         raise
     job.tell()
-    if now.failure is not None:
-        raise now.failure
-    return now.outcome
+    if progress.failure is not None:
+        raise progress.failure
+    return progress.outcome
 
 
 def _print_notes(outcome: Any) -> None:
     if outcome.left_out:
-        reasons = ", ".join(f"{count} {why}" for why, count in outcome.left_out.items())
+        reasons = ", ".join(f"{count} {reason}" for reason, count in outcome.left_out.items())
         typer.echo(f"left out of {outcome.read + outcome.generated}: {reasons}")
     for warning in outcome.warnings:
         typer.echo(warning, err=True)

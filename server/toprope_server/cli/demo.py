@@ -48,9 +48,11 @@ class DemoReport:
 
 def server_parameters(variables: Mapping[str, str] | None = None) -> StdioServerParameters:
     """Parameters to start the server as a client's configuration would."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith("TOPROPE_")}
+    own_variables = {name: value for name, value in os.environ.items() if name.startswith("TOPROPE_")}
     return StdioServerParameters(
-        command=sys.executable, args=["-P", "-m", "toprope_server.cli", "serve"], env={**kept, **(variables or {})}
+        command=sys.executable,
+        args=["-P", "-m", "toprope_server.cli", "serve"],
+        env={**own_variables, **(variables or {})},
     )
 
 
@@ -63,8 +65,8 @@ class _Agent:
 
     async def call(self, tool: str, *, refused: bool = False, show: int = 4, **arguments: Any) -> dict[str, Any]:
         """Call a tool and return its structure; if it is expected to be `refused`, its text."""
-        shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        self._console.print(f"[bold cyan]{tool}[/]({escape(shown)})")
+        argument_text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        self._console.print(f"[bold cyan]{tool}[/]({escape(argument_text)})")
         answer = await self._call(tool, arguments)
         text = "\n".join(part.text for part in answer.content if part.type == "text")
         for line in text.splitlines()[:show]:
@@ -142,16 +144,16 @@ async def _drive(agent: _Agent, console: Console, changes: dict[str, Any]) -> De
     tested = await agent.call("get_results", run_id=test["run_id"], show=3)
 
     console.print("\n[bold]Training[/]")
-    asked = time.monotonic()
+    asked_at = time.monotonic()
     started = await agent.call("start_training", draft_id=draft_id)
-    answered = time.monotonic() - asked
+    answer_s = time.monotonic() - asked_at
     await agent.follow(started["run_id"])
     results = await agent.call("get_results", run_id=started["run_id"], detail="detailed", show=0)
     return DemoReport(
         run_id=started["run_id"],
         results=results["results"],
         test=tested["results"],
-        start_answer_seconds=answered,
+        start_answer_seconds=answer_s,
         seconds=time.monotonic() - began,
         calls=agent.calls,
     )
@@ -208,8 +210,12 @@ def _judged(answer: str | None, success: bool | None) -> str:
 
 def evaluation_lines(run: dict[str, Any]) -> list[str]:
     """Return a line for each new evaluation of a run, as check_status tells of them."""
-    told = [event["data"] for event in run.get("events", ()) if event["kind"] == "evaluation"]
-    return [f"evaluation {one['label']}: accuracy {one['accuracy']:.3f}" for one in told if "accuracy" in one]
+    evaluations = [event["data"] for event in run.get("events", ()) if event["kind"] == "evaluation"]
+    return [
+        f"evaluation {evaluation['label']}: accuracy {evaluation['accuracy']:.3f}"
+        for evaluation in evaluations
+        if "accuracy" in evaluation
+    ]
 
 
 def main(report_file: str | None = None, changes: Mapping[str, Any] | None = None) -> int:

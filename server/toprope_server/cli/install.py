@@ -63,25 +63,25 @@ class Remote:
         if not self.host or self.host.startswith("-"):
             raise InvalidValue(f"{self.host!r} is not a host.", hint="Give what you give to ssh: user@machine.")
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 self.command("--version"), capture_output=True, text=True, timeout=_SSH_S, stdin=subprocess.DEVNULL
             )
         except FileNotFoundError:
             raise NotPossibleNow("There is no program ssh here; nothing was written.") from None
         except subprocess.TimeoutExpired:
             raise NotPossibleNow(f"{self.host} did not answer within {_SSH_S:.0f} s; nothing was written.") from None
-        said = visible((done.stderr.strip().splitlines() or [""])[-1], 300)
-        if done.returncode == 255:
+        last_line = visible((process.stderr.strip().splitlines() or [""])[-1], 300)
+        if process.returncode == 255:
             raise NotPossibleNow(
-                f"ssh cannot connect to {self.host}: {said} Nothing was written.",
+                f"ssh cannot connect to {self.host}: {last_line} Nothing was written.",
                 hint=f"'ssh {self.host} true' must work without a question, by a key or an agent.",
             )
-        if done.returncode or "toprope" not in done.stdout:
+        if process.returncode or "toprope" not in process.stdout:
             raise NotPossibleNow(
-                f"{self.program} does not run on {self.host}: {said} Nothing was written.",
+                f"{self.program} does not run on {self.host}: {last_line} Nothing was written.",
                 hint="Give its path there: --remote-program /path/to/.venv/bin/toprope.",
             )
-        return done.stdout.strip()
+        return process.stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ def _usual_form(server: Server) -> str:
 
 def _server(role: Role | None, remote: Remote | None) -> Server:
     """The server that a client starts."""
-    wanted = role.arguments if role is not None else []
+    role_arguments = role.arguments if role is not None else []
     if remote is not None:
-        command, *arguments = remote.command("serve", *wanted)
+        command, *arguments = remote.command("serve", *role_arguments)
         return Server(command, arguments, {})
-    command, *arguments = [*server_command(), *wanted]
+    command, *arguments = [*server_command(), *role_arguments]
     return Server(command, arguments, {name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)})
 
 
@@ -150,13 +150,13 @@ def configuration_file(client: str, project: Path | None = None) -> Path:
     Raises:
         InvalidValue: There is no such client, or it has no files in projects.
     """
-    known = find_client(client)
+    client_info = find_client(client)
     if project is None:
-        return known.file(Places(sys.platform, os.environ))
-    if not known.project:
-        able = ", ".join(name for name, one in KNOWN.items() if one.project)
-        raise InvalidValue(f"--project is for {able}: {known.title} has one file for its user.")
-    return project / known.project
+        return client_info.file(Places(sys.platform, os.environ))
+    if not client_info.project:
+        able = ", ".join(name for name, info in KNOWN.items() if info.project)
+        raise InvalidValue(f"--project is for {able}: {client_info.title} has one file for its user.")
+    return project / client_info.project
 
 
 def plan(
@@ -174,12 +174,12 @@ def plan(
     """
     if http and remote is not None:
         raise InvalidValue("Give either --http or --ssh.", hint="Over ssh the client starts the server itself.")
-    known, path = find_client(client), configuration_file(client, project)
-    after = known.after.format(path=shlex.quote(str(path)))
+    client_info, path = find_client(client), configuration_file(client, project)
+    next_step = client_info.after.format(path=shlex.quote(str(path)))
     if http:
         serve = " ".join(["toprope serve --http", *(role.arguments if role is not None else [])])
-        return Plan(client, path, _http_entry(client), f"Start '{serve}'. {after}")
-    return Plan(client, path, known.entry(_server(role, remote)), after)
+        return Plan(client, path, _http_entry(client), f"Start '{serve}'. {next_step}")
+    return Plan(client, path, client_info.entry(_server(role, remote)), next_step)
 
 
 def _http_entry(client: str) -> dict[str, Any]:
@@ -200,10 +200,10 @@ def installed_entry(client: str) -> dict[str, Any] | None:
     Raises:
         OSError, ValueError: The file cannot be read.
     """
-    known, path = find_client(client), configuration_file(client)
+    client_info, path = find_client(client), configuration_file(client)
     if not path.exists():
         return None
-    servers = known.format.loads(path.read_text(encoding="utf-8")).get(known.section) or {}
+    servers = client_info.format.loads(path.read_text(encoding="utf-8")).get(client_info.section) or {}
     entry: dict[str, Any] | None = servers.get(NAME)
     return entry
 
@@ -232,11 +232,11 @@ def write(plan: Plan, *, remove: bool = False) -> tuple[bool, Path | None]:
     servers = data.get(section) or {}
     if (name not in servers) if remove else servers.get(name) == plan.entry:
         return False, None
-    others = {key: one for key, one in servers.items() if key != name}
-    wanted = {**data, section: others if remove else {**others, name: plan.entry}}
+    other_servers = {key: server for key, server in servers.items() if key != name}
+    expected = {**data, section: other_servers if remove else {**other_servers, name: plan.entry}}
     try:
         text = form.edited(old or "", plan.place, None if remove else plan.entry)
-        sound = form.loads(text) == wanted
+        sound = form.loads(text) == expected
     except (ValueError, KeyError):
         sound = False
     if not sound:
@@ -290,22 +290,22 @@ def main(
         if http or project or remove:
             raise InvalidValue("install other only prints a form: --http, --project and --remove do not apply.")
         return [
-            *([] if show else _store([_variable(one) for one in variables])),
+            *([] if show else _store([_variable(variable) for variable in variables])),
             "# Below mcpServers of the client's file, or as its documentation says:",
             _usual_form(_server(role, remote)),
         ]
     planned = plan(client, http=http, project=project, role=role, remote=remote)
-    kept = [_variable(one) for one in variables]
+    checked_variables = [_variable(variable) for variable in variables]
     if show:
         return [f"# {planned.path}", planned.text()]
     lines = []
     if remote is not None and not remove:
         lines.append(f"{remote.host} has {remote.check()}.")
-    lines += _store(kept)
+    lines += _store(checked_variables)
     changed, backup = write(planned, remove=remove)
     if not changed:
-        what = "does not know Toprope" if remove else "already has this installation"
-        return [*lines, f"{planned.path} {what}; nothing was written."]
+        reason = "does not know Toprope" if remove else "already has this installation"
+        return [*lines, f"{planned.path} {reason}; nothing was written."]
     lines.append(f"{'Removed Toprope from' if remove else 'Added Toprope to'} {planned.path}.")
     if backup is not None:
         lines.append(f"Backup of the old file: {backup}")
@@ -327,11 +327,11 @@ def _store(variables: Sequence[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _variable(given: str) -> tuple[str, str]:
+def _variable(text: str) -> tuple[str, str]:
     """Component and name of a variable that is set."""
     from toprope.settings.owner import RECIPIENTS
 
-    component, colon, name = given.rpartition(":")
+    component, colon, name = text.rpartition(":")
     if not colon:
         component = _USERS.get(name, "*")
     if component not in RECIPIENTS:

@@ -35,8 +35,8 @@ def chat(
     with open_workshop() as workshop:
         from toprope_server.cli.runs.chat import chat as talk
 
-        named = find_checkpoint(workshop, run)
-        talk(workshop, named, temperature=temperature, max_tokens=max_tokens, whole=whole, engine=engine)
+        checkpoint = find_checkpoint(workshop, run)
+        talk(workshop, checkpoint, temperature=temperature, max_tokens=max_tokens, whole=whole, engine=engine)
 
 
 def serve_model(
@@ -78,16 +78,16 @@ def evaluate(
         from toprope.records.run.tested_models import read_measurements
         from toprope_server.cli.runs.watch import watch
 
-        named = find_checkpoint(workshop, run)
+        checkpoint = find_checkpoint(workshop, run)
         files = [str(Path(task).absolute()) if Path(task.partition("@")[0]).is_file() else task for task in tasks]
         interpreter = None if python is None else str(python.absolute())
-        given = partial(evaluate_policy, limit=limit, python=interpreter, engine=engine, agent=False)
-        started = anyio.run(partial(given, workshop, run_id=named, tasks=files)).data
+        evaluation = partial(evaluate_policy, limit=limit, python=interpreter, engine=engine, agent=False)
+        started = anyio.run(partial(evaluation, workshop, run_id=checkpoint, tasks=files)).data
         assert isinstance(started, Evaluating)
         failed = watch(workshop, started.run_ids)
-        for one in started.run_ids:
-            if (failure := workshop.runs.status(one).failure) is not None:
-                typer.echo(f"{one}: {visible(failure.reason)} {failure.hint}", err=True)
+        for run_id in started.run_ids:
+            if (failure := workshop.runs.status(run_id).failure) is not None:
+                typer.echo(f"{run_id}: {visible(failure.reason)} {failure.hint}", err=True)
         for line in standard_lines(read_measurements(workshop.runs.folder(started.run_id)), visible):
             typer.echo(line)
         if failed:
@@ -115,10 +115,10 @@ def export(
             from toprope.trackers.tensorboard import export_to_tensorboard
             from toprope_server.cli.runs.naming import find_run
 
-            found = find_run(workshop, run)
-            place = Path(to or workshop.home.ensure().exports / f"{found}-tensorboard").expanduser().absolute()
-            written = export_to_tensorboard(workshop.runs.folder(found), place)
-            typer.echo(f"Wrote {written}; see it with: tensorboard --logdir {written}")
+            run_id = find_run(workshop, run)
+            place = Path(to or workshop.home.ensure().exports / f"{run_id}-tensorboard").expanduser().absolute()
+            folder = export_to_tensorboard(workshop.runs.folder(run_id), place)
+            typer.echo(f"Wrote {folder}; see it with: tensorboard --logdir {folder}")
         return
     if (to == "hub") > bool(hub):
         raise typer.BadParameter("--to hub needs --hub ACCOUNT/NAME.")
@@ -126,10 +126,10 @@ def export(
         from toprope.workbench.policies import policy_order
 
         target = None if to in (None, "hub") else Path(str(to)).expanduser().absolute()
-        home, named = workshop.home.ensure(), find_checkpoint(workshop, run)
+        home, checkpoint = workshop.home.ensure(), find_checkpoint(workshop, run)
         outcome = run_order(
             home,
-            policy_order(home, named, form, dtype=dtype, target=target, repository=hub or "", private=not public),
+            policy_order(home, checkpoint, form, dtype=dtype, target=target, repository=hub or "", private=not public),
         )
         typer.echo(f"Wrote {outcome.path} ({outcome.bytes / 1e6:.1f} MB); README.md there is the model's card.")
         for warning in outcome.warnings:
@@ -165,16 +165,16 @@ def fit(
         home = workshop.home
         config = load_preset(preset or home.settings().preset, home.preset_folders).config("")
         changes = {"policy.model": model} if model else {}
-        for written in change or ():
-            name, sign, value = written.partition("=")
+        for text in change or ():
+            name, sign, value = text.partition("=")
             if not sign:
-                raise typer.BadParameter(f"{written} is not of the form FIELD=VALUE.")
+                raise typer.BadParameter(f"{text} is not of the form FIELD=VALUE.")
             changes[name.strip()] = value.strip()
         config, _ = apply_changes(config, changes)
-        if (named := config.policy.model).startswith(RUN):
-            named = RUN + find_checkpoint(workshop, named.removeprefix(RUN))
-        if (base := base_of(policy_named(named, home.runs), home.runs)) is not None:
+        if (model_name := config.policy.model).startswith(RUN):
+            model_name = RUN + find_checkpoint(workshop, model_name.removeprefix(RUN))
+        if (base := base_of(policy_named(model_name, home.runs), home.runs)) is not None:
             config.policy.model = base[1]
         settings = home.settings()
-        asking, allowed = hub_variables(settings.variables), settings.machine.gpus
-        typer.echo("\n".join(memory_lines(config, asking, gpus=gpus, allowed=allowed, prompt=prompt)))
+        variables, allowed = hub_variables(settings.variables), settings.machine.gpus
+        typer.echo("\n".join(memory_lines(config, variables, gpus=gpus, allowed=allowed, prompt=prompt)))

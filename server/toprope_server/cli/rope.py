@@ -35,32 +35,38 @@ def audit(
 
         trail = AuditTrail(Home.locate().path)
         if verify:
-            found = trail.verify()
+            verification = trail.verify()
             if as_json:
-                told = {"lines": found.lines, "first": found.first, "problems": list(found.problems)}
-                typer.echo(json.dumps(told))
+                report = {
+                    "lines": verification.lines,
+                    "first": verification.first,
+                    "problems": list(verification.problems),
+                }
+                typer.echo(json.dumps(report))
             else:
-                for problem in found.problems:
+                for problem in verification.problems:
                     typer.echo(problem, err=True)
-                last = found.first + found.lines - 1
-                said = f"lines {found.first} to {last} of {trail.path}" if found.lines else f"{trail.path} has no lines"
-                typer.echo(f"{'Not whole' if found.problems else 'Whole'}: {said}.")
-            raise typer.Exit(int(bool(found.problems)))
+                last_line = verification.first + verification.lines - 1
+                span = f"{trail.path} has no lines"
+                if verification.lines:
+                    span = f"lines {verification.first} to {last_line} of {trail.path}"
+                typer.echo(f"{'Not whole' if verification.problems else 'Whole'}: {span}.")
+            raise typer.Exit(int(bool(verification.problems)))
         found_lines = list(trail.lines())[-lines:]
         if not found_lines and not as_json:
             typer.echo(f"{trail.path} has no lines.")
         for entry in found_lines:
-            typer.echo(json.dumps(entry, ensure_ascii=False) if as_json else _shown(entry))
+            typer.echo(json.dumps(entry, ensure_ascii=False) if as_json else _format_entry(entry))
 
 
-def _shown(entry: dict[str, object]) -> str:
+def _format_entry(entry: dict[str, object]) -> str:
     from toprope.text_format import moment
     from toprope.untrusted import marked
 
     by = entry.get("by")
-    who = " ".join(str(one) for one in by.values()) if isinstance(by, dict) else ""
+    caller = " ".join(str(part) for part in by.values()) if isinstance(by, dict) else ""
     at = entry.get("at")
-    text = f"{moment(at) if isinstance(at, int | float) else '?'} {marked(who, 80)} {marked(entry.get('did'), 80)}"
+    text = f"{moment(at) if isinstance(at, int | float) else '?'} {marked(caller, 80)} {marked(entry.get('did'), 80)}"
     text += f" {entry.get('outcome')}"
     for name in ("changed", "arguments"):
         if entry.get(name):
@@ -83,18 +89,21 @@ def freeze(
 
         async def stop_all() -> None:
             # A start that was checked just before may appear a moment later.
-            while any(going := _going(workshop, {*runs, *jobs})):
-                for run_id in going[0]:
+            while any(live_work := _find_live_work(workshop, {*runs, *jobs})):
+                for run_id in live_work[0]:
                     workshop.runs.stop(run_id)
-                told = [job for job in going[1] if job.stop()]  # the next look finds one that is still starting
-                looks.update(job.id for job in going[1])
-                for late in [job.id for job in going[1] if job not in told and looks[job.id] >= _MOST_LOOKS]:
+                # The next look finds one that is still starting.
+                stopping_jobs = [job for job in live_work[1] if job.stop()]
+                looks.update(job.id for job in live_work[1])
+                for late in [
+                    job.id for job in live_work[1] if job not in stopping_jobs and looks[job.id] >= _MOST_LOOKS
+                ]:
                     typer.echo(f"{late}: not stopped, because it has not written its process id")
                     jobs.add(late)
-                for run_id in going[0]:
+                for run_id in live_work[0]:
                     typer.echo(f"{run_id}: {(await workshop.stop(run_id)).state}")
                     runs.add(run_id)
-                for job in told:
+                for job in stopping_jobs:
                     typer.echo(f"{job.id}: {'stopped' if job.wait(_JOB_ENDS_S).ended else 'stopping'}")
                     jobs.add(job.id)
                 await anyio.sleep(0.2)
@@ -104,13 +113,13 @@ def freeze(
         typer.echo(f"Frozen; stopped {stopped}. 'toprope thaw' allows starts again.")
 
 
-def _going(workshop: Workshop, told: set[str]) -> tuple[list[str], list[Job]]:
-    """The runs that are live or lost and about to go on by themselves, and the data jobs, without those in `told`."""
+def _find_live_work(workshop: Workshop, handled: set[str]) -> tuple[list[str], list[Job]]:
+    """The runs that are live or lost and about to go on by themselves, and the data jobs, except those in `handled`."""
     from toprope.workbench.data import live_jobs
 
-    runs = [one.run_id for one in workshop.statuses() if not one.ended or one.resume_at is not None]
-    return [run_id for run_id in runs if run_id not in told], [
-        job for job in live_jobs(workshop.home) if job.id not in told
+    runs = [status.run_id for status in workshop.statuses() if not status.ended or status.resume_at is not None]
+    return [run_id for run_id in runs if run_id not in handled], [
+        job for job in live_jobs(workshop.home) if job.id not in handled
     ]
 
 
@@ -157,9 +166,11 @@ def tokens() -> typer.Typer:
         with reporting_errors():
             from toprope.text_format import moment
 
-            for one in _tokens().all():
-                end = "stays" if one.ends_at is None else f"{'ended' if one.ended else 'ends'} {moment(one.ends_at)}"
-                typer.echo(f"{one.name}: {one.role}, made {moment(one.made_at)}, {end}")
+            for named_token in _tokens().all():
+                end = "stays"
+                if named_token.ends_at is not None:
+                    end = f"{'ended' if named_token.ended else 'ends'} {moment(named_token.ends_at)}"
+                typer.echo(f"{named_token.name}: {named_token.role}, made {moment(named_token.made_at)}, {end}")
 
     @app.command()
     def revoke(name: Annotated[str, typer.Argument(help="The token's name.")]) -> None:
@@ -225,12 +236,13 @@ def approve(
 
         approvals = Approvals(Home.locate())
         if hash is not None:
-            found = approvals.approve(hash)
-            typer.echo(f"Approved, for one start within {EXPIRES_S / 3600:.0f} h: {found.text}.")
+            approval = approvals.approve(hash)
+            typer.echo(f"Approved, for one start within {EXPIRES_S / 3600:.0f} h: {approval.text}.")
             return
         waiting = approvals.pending()
-        for one in waiting:
-            state = "approved, not used yet" if one.approved else "waits"
-            typer.echo(f"{one.hash}  {state}, {duration(max(0.0, time.time() - one.at))} ago: {one.text}")
+        for pending_start in waiting:
+            state = "approved, not used yet" if pending_start.approved else "waits"
+            age = duration(max(0.0, time.time() - pending_start.at))
+            typer.echo(f"{pending_start.hash}  {state}, {age} ago: {pending_start.text}")
         if not waiting:
             typer.echo("No start waits for approval.")

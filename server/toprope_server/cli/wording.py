@@ -30,18 +30,18 @@ class Command:
     arguments: tuple[str, ...] = ()
     options: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
 
-    def line(self, given: Mapping[str, Any]) -> str:
+    def line(self, arguments: Mapping[str, Any]) -> str:
         """Return the command line for a step's arguments; those without a counterpart are left out."""
         words = ["toprope", *self.name.split()]
         for place, name in enumerate(self.arguments):
-            value = given.get(name)
+            value = arguments.get(name)
             if value is None:
                 if place or name not in _PLACEHOLDERS:
                     break
                 value = _PLACEHOLDERS[name]
-            words += [shlex.quote(str(one)) for one in (value if isinstance(value, list) else [value])]
+            words += [shlex.quote(str(part)) for part in (value if isinstance(value, list) else [value])]
         for name, option in self.options.items():
-            value = given.get(name)
+            value = arguments.get(name)
             if not isinstance(option, str):
                 words += [option[str(value)]] if str(value) in option else []
             elif value is True:
@@ -107,7 +107,7 @@ def _worded(step: Step, run_id: str | None) -> str:
     command = COMMANDS.get(step.tool)
     if command is None:
         return f"your agent's {step.written}"
-    given = dict(step.arguments)
+    arguments = dict(step.arguments)
     if run_id is not None and "run_id" in command.arguments:
-        given.setdefault("run_id", run_id)
-    return f"`{command.line(given)}`"
+        arguments.setdefault("run_id", run_id)
+    return f"`{command.line(arguments)}`"

@@ -88,15 +88,15 @@ class Dashboard:
             "/api/environment": "environment",
         }
         return [
-            *(Route(path, self._file(*one)) for path, one in _FILES.items()),
-            Route("/api/enter", _told(self._enter), methods=post),
-            Route("/api/key", _told(self._key), methods=post),
+            *(Route(path, self._file(*file)) for path, file in _FILES.items()),
+            Route("/api/enter", _answer_errors(self._enter), methods=post),
+            Route("/api/key", _answer_errors(self._key), methods=post),
             Route("/api/events", self._events),
             Route(f"{run}/stop", self._action("stop"), methods=post),
             Route(f"{run}/resume", self._action("resume"), methods=post),
             Route("/api/ask/{hash:str}", self._action("ask"), methods=post),
             Route("/api/note", self._action("note"), methods=post),
-            *(Route(path, self._question(what)) for path, what in questions.items()),
+            *(Route(path, self._question(question)) for path, question in questions.items()),
         ]
 
     def _file(self, name: str, kind: str) -> _Answering:
@@ -116,24 +116,24 @@ class Dashboard:
         await _body(request)
         return _json({"key": self._keys.make()})
 
-    def _question(self, what: str) -> _Answering:
+    def _question(self, question: str) -> _Answering:
         async def answer(request: Request) -> Response:
-            asked: dict[str, Any] = {**request.query_params, **request.path_params, "what": what}
-            if what == "compare":
-                asked |= {side: request.query_params.getlist(side) for side in ("a", "b")}
-            return Response(await self._share(str(request.url), asked), media_type="application/json")
+            arguments: dict[str, Any] = {**request.query_params, **request.path_params, "what": question}
+            if question == "compare":
+                arguments |= {side: request.query_params.getlist(side) for side in ("a", "b")}
+            return Response(await self._share(str(request.url), arguments), media_type="application/json")
 
-        return _told(answer)
+        return _answer_errors(answer)
 
-    async def _share(self, url: str, asked: Mapping[str, Any]) -> bytes:
+    async def _share(self, url: str, arguments: Mapping[str, Any]) -> bytes:
         """The answer to a question, made once for all pages that ask it at the same change."""
         key, now = (url, self._pulse.number), time.monotonic()
-        known = self._shared.get(key)
-        if known is None or now - known[0] > _SHARED_S:
-            self._shared = {one: made for one, made in self._shared.items() if now - made[0] <= _SHARED_S}
-            known = (now, asyncio.create_task(to_thread.run_sync(lambda: _encode(self._source.ask(asked)))))
-            self._shared[key] = known
-        return await asyncio.shield(known[1])
+        shared = self._shared.get(key)
+        if shared is None or now - shared[0] > _SHARED_S:
+            self._shared = {address: answer for address, answer in self._shared.items() if now - answer[0] <= _SHARED_S}
+            shared = (now, asyncio.create_task(to_thread.run_sync(lambda: _encode(self._source.ask(arguments)))))
+            self._shared[key] = shared
+        return await asyncio.shield(shared[1])
 
     def _action(self, name: str) -> _Answering:
         async def answer(request: Request) -> Response:
@@ -145,17 +145,17 @@ class Dashboard:
             self._shared.clear()
             return _json(await act(self._workshop, name, target, await _body(request)))
 
-        return _told(answer)
+        return _answer_errors(answer)
 
     async def _events(self, request: Request) -> Response:
-        given = request.query_params.get("after", "")
-        after = int(given) if given.isdecimal() and len(given) < 16 else None
+        cursor = request.query_params.get("after", "")
+        after = int(cursor) if cursor.isdecimal() and len(cursor) < 16 else None
 
         async def stream() -> AsyncIterator[bytes]:
-            first = True
+            is_first = True
             async for number, change in self._pulse.messages(after):
-                yield lines_of(number, change, _encode, first)
-                first = False
+                yield lines_of(number, change, _encode, is_first)
+                is_first = False
 
         return StreamingResponse(stream(), media_type="text/event-stream")
 
@@ -168,7 +168,7 @@ def build_dashboard(
     return Door(Starlette(routes=routes, exception_handlers={404: _nothing_here, 405: _nothing_here}), keys, port)
 
 
-def _told(answer: _Answering) -> _Answering:
+def _answer_errors(answer: _Answering) -> _Answering:
     """Answer errors of ours with their text, and others with an id under which the log has them."""
 
     async def answered(request: Request) -> Response:
@@ -176,7 +176,8 @@ def _told(answer: _Answering) -> _Answering:
             return await answer(request)
         except TopropeError as error:
             status, code = next(
-                ((two, three) for one, two, three in _STATUS if isinstance(error, one)), (500, "failed")
+                ((http_status, error_code) for kind, http_status, error_code in _STATUS if isinstance(error, kind)),
+                (500, "failed"),
             )
             return _error(status, code, error.message, error.hint)
         except Exception:
@@ -189,20 +190,20 @@ def _told(answer: _Answering) -> _Answering:
 
 async def _body(request: Request) -> Mapping[str, Any]:
     try:
-        found = msgspec.json.decode(await request.body() or b"{}")
+        body = msgspec.json.decode(await request.body() or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        body = None
+    if not isinstance(body, dict):
         raise InvalidValue("The body must be a JSON object.")
-    return found
+    return body
 
 
 async def _nothing_here(_: Request, __: Exception) -> Response:
     return _error(404, "not_found", "There is nothing here.", "")
 
 
-def _json(found: object) -> Response:
-    return Response(_encode(found), media_type="application/json")
+def _json(data: object) -> Response:
+    return Response(_encode(data), media_type="application/json")
 
 
 def _error(status: int, code: str, message: str, hint: str) -> Response:

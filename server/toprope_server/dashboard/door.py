@@ -67,10 +67,12 @@ class Keys:
         Args:
             user: The user whose program asks; None: not known.
         """
-        found = next((one for one in self._keys if hmac.compare_digest(one.encode(), key.encode())), None)
-        if found is None or (user and self._keys[found] not in (None, user)):
+        known_key = next(
+            (candidate for candidate in self._keys if hmac.compare_digest(candidate.encode(), key.encode())), None
+        )
+        if known_key is None or (user and self._keys[known_key] not in (None, user)):
             return None
-        del self._keys[found]
+        del self._keys[known_key]
         token = secrets.token_urlsafe(32)
         self._tokens[token] = None
         if len(self._tokens) > _MOST_TOKENS:
@@ -79,7 +81,7 @@ class Keys:
 
     def admits(self, token: str) -> bool:
         """True if the token was given out."""
-        return any([hmac.compare_digest(one.encode(), token.encode()) for one in self._tokens])
+        return any([hmac.compare_digest(known_token.encode(), token.encode()) for known_token in self._tokens])
 
 
 class Door:

@@ -91,8 +91,8 @@ class Pulse:
             yield self._number, None
             while True:
                 news = self._news
-                first = self._changes[0][0] if self._changes else self._number + 1
-                if at > self._number or at < first - 1:
+                oldest = self._changes[0][0] if self._changes else self._number + 1
+                if at > self._number or at < oldest - 1:
                     at = self._number
                     yield at, {"all": True}
                 for number, change in list(self._changes):
@@ -113,60 +113,63 @@ class Pulse:
         while True:
             with suppress(TopropeError):
                 try:
-                    found = await to_thread.run_sync(self._look)
+                    changes = await to_thread.run_sync(self._look)
                 except OSError:
                     logger.exception("a look for changes failed; the next one follows")
-                    found = None
-                if found:
+                    changes = None
+                if changes:
                     self._number += 1
-                    self._changes.append((self._number, found))
+                    self._changes.append((self._number, changes))
                     news, self._news = self._news, asyncio.Event()
                     news.set()
             await anyio.sleep(self._every_s)
 
     def _look(self) -> dict[str, Any] | None:
         """Changes since the last look; None if nothing changed."""
-        home, before = self._workshop.home, self._seen
+        home, last_look = self._workshop.home, self._seen
         statuses = self._current()
-        now = _Seen({one.run_id: one.state for one in statuses})
-        live = [one.run_id for one in statuses if not one.ended]
-        watched = dict.fromkeys([*live, *(before.files if before else ())])
-        now.files = {
-            run_id: {what: stamp(home.runs / run_id / name) for what, name in _FILES.items()}
+        this_look = _Seen({status.run_id: status.state for status in statuses})
+        live = [status.run_id for status in statuses if not status.ended]
+        watched = dict.fromkeys([*live, *(last_look.files if last_look else ())])
+        this_look.files = {
+            run_id: {kind: stamp(home.runs / run_id / name) for kind, name in _FILES.items()}
             for run_id in watched
-            if run_id in now.runs
+            if run_id in this_look.runs
         }
         places = {"asks": home.path / "approvals", "diary": home.path / "audit.jsonl", "ledger": home.ledger}
         places |= {"limits": home.limits_file, "locks": home.locks_file}
-        now.home = {what: stamp(path) for what, path in places.items()}
-        self._seen = _Seen(now.runs, {run_id: now.files[run_id] for run_id in live if run_id in now.files}, now.home)
-        if before is None:
+        this_look.home = {name: stamp(path) for name, path in places.items()}
+        live_files = {run_id: this_look.files[run_id] for run_id in live if run_id in this_look.files}
+        self._seen = _Seen(this_look.runs, live_files, this_look.home)
+        if last_look is None:
             return None
         changed: dict[str, list[str]] = {}
-        for run_id, files in now.files.items():
-            known = before.files.get(run_id, {})
-            what = [name for name, one in files.items() if one != known.get(name)]
-            if what:
-                changed[run_id] = what
-        for run_id, state in now.runs.items():
-            if before.runs.get(run_id) != state:
+        for run_id, files in this_look.files.items():
+            stamps_before = last_look.files.get(run_id, {})
+            kinds = [kind for kind, file_stamp in files.items() if file_stamp != stamps_before.get(kind)]
+            if kinds:
+                changed[run_id] = kinds
+        for run_id, state in this_look.runs.items():
+            if last_look.runs.get(run_id) != state:
                 changed[run_id] = sorted({*changed.get(run_id, ()), "status"})
-        gone = before.runs.keys() - now.runs.keys()
+        gone = last_look.runs.keys() - this_look.runs.keys()
         changed |= {run_id: ["gone"] for run_id in gone}
-        told: dict[str, Any] = {"runs": changed} if changed else {}
-        if before.runs != now.runs:
-            told["list"] = True
-        told |= {what: True for what, one in now.home.items() if one != before.home.get(what)}
-        return told or None
+        changes: dict[str, Any] = {"runs": changed} if changed else {}
+        if last_look.runs != this_look.runs:
+            changes["list"] = True
+        changes |= {name: True for name, file_stamp in this_look.home.items() if file_stamp != last_look.home.get(name)}
+        return changes or None
 
     def _current(self) -> list[Status]:
         """The statuses of all runs. A file of each of a thousand runs would be most of what a look costs."""
         workshop, folder = self._workshop, stamp(self._workshop.home.runs)
         if self._looks % _LIST_EVERY and folder == self._runs_stamp:
             with suppress(TopropeError):  # a run was deleted meanwhile, or cannot be read
-                found = [one if one.ended else workshop.runs.status(one.run_id) for one in self._statuses]
-                self._looks, self._statuses = self._looks + 1, found
-                return found
+                statuses = [
+                    status if status.ended else workshop.runs.status(status.run_id) for status in self._statuses
+                ]
+                self._looks, self._statuses = self._looks + 1, statuses
+                return statuses
         self._looks, self._runs_stamp, self._statuses = 1, folder, workshop.statuses()
         return self._statuses
 

@@ -40,11 +40,11 @@ class AccessRequired:
     def __init__(self, app: ASGIApp, tokens: Tokens, settings: HttpSettings, host: str, port: int | None) -> None:
         self._app, self._tokens = app, tokens
         scheme = "https" if settings.certificate else "http"
-        own = [*_LOOPBACK, *([] if host in ("0.0.0.0", "::") else [in_url(host)])]
+        own_names = [*_LOOPBACK, *([] if host in ("0.0.0.0", "::") else [in_url(host)])]
         suffix = "" if port is None else f":{port}"
-        hosts = {f"{name}{suffix}" for name in own}
+        hosts = {f"{name}{suffix}" for name in own_names}
         if port == _DEFAULT_PORTS[scheme]:
-            hosts |= set(own)
+            hosts |= set(own_names)
         for name in settings.names:  # a proxy or tunnel has a port of its own
             hosts |= {name} if _has_port(name) else {name, f"{name}{suffix}"}
         self._hosts = frozenset(name.lower() for name in hosts)
@@ -59,8 +59,8 @@ class AccessRequired:
         scope = {**scope, "headers": [(name, value.strip(b" \t")) for name, value in scope["headers"]]}
         headers = Headers(scope=scope)
         if headers.get("host", "").lower() not in self._hosts:
-            known = ", ".join(sorted(self._hosts)[:6])
-            refused = _refusal(421, "unknown_host", f"Host must be one of {known}; http.names adds others.")
+            host_names = ", ".join(sorted(self._hosts)[:6])
+            refused = _refusal(421, "unknown_host", f"Host must be one of {host_names}; http.names adds others.")
             await refused(scope, receive, send)
             return
         origin = headers.get("origin")
@@ -68,8 +68,8 @@ class AccessRequired:
             refused = _refusal(403, "unknown_origin", "Pages of this Origin may not call; http.origins adds others.")
             await refused(scope, receive, send)
             return
-        given = _bearer(headers.get("authorization"))
-        principal = self._tokens.find(given)
+        bearer_token = _bearer(headers.get("authorization"))
+        principal = self._tokens.find(bearer_token)
         if principal is None:
             text = (
                 "This server needs its owner's token in the header Authorization: Bearer TOKEN. 'toprope token' prints "
@@ -81,9 +81,9 @@ class AccessRequired:
         scope["state"][PRINCIPAL] = principal
         # The SDK binds sessions to this user.
         scope["user"] = AuthenticatedUser(AccessToken(token="", client_id=principal.name, scopes=[]))
-        await self._app(scope, receive, self._while_valid(given, principal, send))
+        await self._app(scope, receive, self._while_valid(bearer_token, principal, send))
 
-    def _while_valid(self, given: str | None, principal: Principal, send: Send) -> Send:
+    def _while_valid(self, bearer_token: str | None, principal: Principal, send: Send) -> Send:
         """Send as long as the token is valid: a stream that is open ends with the token."""
 
         ended = False
@@ -92,7 +92,7 @@ class AccessRequired:
             nonlocal ended
             if ended:
                 return
-            if message.get("more_body") and self._tokens.find(given) != principal:
+            if message.get("more_body") and self._tokens.find(bearer_token) != principal:
                 ended = True
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
             await send(message)

@@ -75,20 +75,20 @@ class Tokens:
         self.owners = TokenFile(configuration)
         self.path = configuration / "tokens.json"
 
-    def find(self, given: str | None) -> Principal | None:
+    def find(self, text: str | None) -> Principal | None:
         """The holder of a token; None if it is not valid, or if a file cannot be trusted."""
-        if not given:
+        if not text:
             return None
-        if self.owners.admits(given):
+        if self.owners.admits(text):
             return Principal(OWNER, Role())
-        digest = _digest(given)
+        digest = _digest(text)
         try:
             tokens = self.all()
         except InvalidValue:
             return None
-        for one in tokens:
-            if hmac.compare_digest(one.sha256, digest) and not one.ended:
-                return one.principal
+        for named_token in tokens:
+            if hmac.compare_digest(named_token.sha256, digest) and not named_token.ended:
+                return named_token.principal
         return None
 
     def all(self) -> list[NamedToken]:
@@ -105,7 +105,7 @@ class Tokens:
                 raise InvalidValue(f"Others can read {self.path}, so its tokens are not trusted.", hint="chmod 600")
             if data["version"] != _VERSION:
                 raise ValueError
-            return [NamedToken(**one) for one in data["tokens"] if one["role"] in ROLES]
+            return [NamedToken(**fields) for fields in data["tokens"] if fields["role"] in ROLES]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -127,12 +127,12 @@ class Tokens:
             raise InvalidValue("--days must be above 0 and at most 3660.")
         token = secrets.token_urlsafe(32)
         with self._changing() as tokens:
-            if any(one.name == name and not one.ended for one in tokens):
+            if any(other.name == name and not other.ended for other in tokens):
                 raise InvalidValue(
                     f"There is a token {name!r} already; nothing was changed.",
                     hint=f"toprope token revoke {name} ends it; or choose another name.",
                 )
-            tokens[:] = [one for one in tokens if one.name != name and not one.ended]
+            tokens[:] = [other for other in tokens if other.name != name and not other.ended]
             if len(tokens) >= _MOST:
                 raise InvalidValue(f"There are {_MOST} tokens, which is the limit.", hint="Revoke one.")
             now = time.time()
@@ -147,13 +147,13 @@ class Tokens:
             InvalidValue: The file cannot be read or written.
         """
         with self._changing() as tokens:
-            if all(one.name != name for one in tokens):
-                names = ", ".join(one.name for one in tokens) or "none"
+            if all(named_token.name != name for named_token in tokens):
+                names = ", ".join(named_token.name for named_token in tokens) or "none"
                 raise NotFound(
                     f"There is no token {shown(name)}; nothing was changed.",
                     hint=f"Tokens: {names}. 'toprope token --rotate' replaces the owner's.",
                 )
-            tokens[:] = [one for one in tokens if one.name != name]
+            tokens[:] = [named_token for named_token in tokens if named_token.name != name]
 
     @contextmanager
     def _changing(self) -> Iterator[list[NamedToken]]:
@@ -167,7 +167,11 @@ class Tokens:
             tokens = self.all()
             yield tokens
             try:
-                write_json(self.path, {"version": _VERSION, "tokens": [asdict(one) for one in tokens]}, indent=1)
+                write_json(
+                    self.path,
+                    {"version": _VERSION, "tokens": [asdict(named_token) for named_token in tokens]},
+                    indent=1,
+                )
             except OSError as error:
                 raise InvalidValue(f"{self.path} cannot be written: {error.strerror or error}.") from None
         finally:

@@ -53,5 +53,5 @@ def capture_route(home: Home) -> Route:
     return Route(CAPTURE_PATH, post, methods=["POST"])
 
 
-def _refusal(status: int, why: str) -> JSONResponse:
-    return JSONResponse({"error": why}, status_code=status)
+def _refusal(status: int, reason: str) -> JSONResponse:
+    return JSONResponse({"error": reason}, status_code=status)

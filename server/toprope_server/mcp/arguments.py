@@ -40,10 +40,10 @@ def strict(tool: Tool) -> Tool:
 
 def _plain(schema: dict[str, Any]) -> dict[str, Any]:
     """A property's schema without its title, and with X for `X or null`: omitting the argument means null."""
-    entry = {key: one for key, one in schema.items() if key != "title"}
+    entry = {key: attribute for key, attribute in schema.items() if key != "title"}
     options = [option for option in entry.pop("anyOf", []) if option != {"type": "null"}]
     if len(options) == 1:
-        entry = {**{key: one for key, one in options[0].items() if key != "title"}, **entry}
+        entry = {**{key: attribute for key, attribute in options[0].items() if key != "title"}, **entry}
     elif options:
         entry["anyOf"] = options
     if "default" in entry and entry["default"] is None:
@@ -62,20 +62,20 @@ _MOST_VALUES = 20_000
 def too_large(arguments: dict[str, Any]) -> list[str]:
     """Problems of arguments that are larger than any call needs."""
     texts, values = 0, 0
-    for name, given in arguments.items():
-        left: list[Any] = [given]
-        while left:
-            one = left.pop()
+    for name, argument in arguments.items():
+        pending: list[Any] = [argument]
+        while pending:
+            item = pending.pop()
             values += 1
-            if isinstance(one, str):
-                if len(one) > MOST_TEXT:
-                    told = f"{short_json(name)}: {short_json(one)} has {len(one)} characters"
-                    return [f"{told}; a text has at most {MOST_TEXT}."]
-                texts += len(one)
-            elif isinstance(one, dict):
-                left += [*one, *one.values()]
-            elif isinstance(one, list):
-                left += one
+            if isinstance(item, str):
+                if len(item) > MOST_TEXT:
+                    problem = f"{short_json(name)}: {short_json(item)} has {len(item)} characters"
+                    return [f"{problem}; a text has at most {MOST_TEXT}."]
+                texts += len(item)
+            elif isinstance(item, dict):
+                pending += [*item, *item.values()]
+            elif isinstance(item, list):
+                pending += item
             if texts > _MOST_ALL or values > _MOST_VALUES:
                 return [
                     f"{short_json(name)}: the arguments have more than {_MOST_ALL} characters or {_MOST_VALUES} values."
@@ -85,15 +85,17 @@ def too_large(arguments: dict[str, Any]) -> list[str]:
 
 def check(tool: Tool, arguments: dict[str, Any]) -> list[str]:
     """Every problem of a call's arguments, in sentences."""
-    if found := too_large(arguments):
-        return found
+    if size_problems := too_large(arguments):
+        return size_problems
     properties = tool.parameters["properties"]
-    if problems := [_NOT_TEXT.format(ascii(name)) for name, given in arguments.items() if not _is_text([name, given])]:
+    if problems := [
+        _NOT_TEXT.format(ascii(name)) for name, argument in arguments.items() if not _is_text([name, argument])
+    ]:
         return problems
     for name in arguments:
         if name not in properties:
             near = difflib.get_close_matches(name, properties, n=1, cutoff=0.5)
-            free = [known for known in properties if known not in arguments]
+            free = [other for other in properties if other not in arguments]
             hint = f"Did you mean {near[0]!r}?" if near else f"Others: {', '.join(free)}." if free else ""
             if not properties:
                 hint = "The tool takes no arguments."
@@ -101,15 +103,15 @@ def check(tool: Tool, arguments: dict[str, Any]) -> list[str]:
     for name in tool.parameters.get("required", []):
         if name not in arguments:
             problems.append(f"{name} is missing: {properties[name].get('description', '')}".strip())
-    known = {name: given for name, given in arguments.items() if name in properties}
+    known_arguments = {name: argument for name, argument in arguments.items() if name in properties}
     try:
-        tool.fn_metadata.validate_arguments(known)
+        tool.fn_metadata.validate_arguments(known_arguments)
     except ValidationError as error:
-        seen = set()
+        reported = set()
         for entry in error.errors(include_url=False, include_context=False):
             name = str(entry["loc"][0]) if entry["loc"] else ""
-            if entry["type"] != "missing" and name in properties and name not in seen:
-                seen.add(name)
+            if entry["type"] != "missing" and name in properties and name not in reported:
+                reported.add(name)
                 problems.append(f"{name}: {short_json(arguments.get(name))} is not {expected(properties[name])}.")
     return problems
 
@@ -119,7 +121,7 @@ def _is_text(value: Any) -> bool:
     if isinstance(value, str):
         return not any("\ud800" <= character <= "\udfff" for character in value)
     if isinstance(value, dict):
-        return all(_is_text(one) for pair in value.items() for one in pair)
+        return all(_is_text(part) for pair in value.items() for part in pair)
     return all(map(_is_text, value)) if isinstance(value, list | tuple) else True
 
 

@@ -98,18 +98,20 @@ class Gate:
 
     def _for_role(self, result: HandlerResult, role: Role, *, pages: bool) -> HandlerResult:
         """Leave out the tools and resources that the role lacks, and those of the page if the client shows none."""
-        told = (
+        listing = (
             result.model_dump(by_alias=True, mode="json", exclude_none=True) if isinstance(result, _LISTS) else result
         )
-        if not isinstance(told, Mapping):
+        if not isinstance(listing, Mapping):
             return result
-        found = dict(told)
+        filtered = dict(listing)
         for field, tool_of in _LISTED.items():
-            if isinstance(found.get(field), list):
-                found[field] = [
-                    one for one in found[field] if self._offers(tool_of(one), role) and (pages or not is_of_a_page(one))
+            if isinstance(filtered.get(field), list):
+                filtered[field] = [
+                    entry
+                    for entry in filtered[field]
+                    if self._offers(tool_of(entry), role) and (pages or not is_of_a_page(entry))
                 ]
-        return found
+        return filtered
 
     def _offers(self, tool: str, role: Role) -> bool:
         return tool in self._specs and role.allows(self._specs[tool])
@@ -124,19 +126,19 @@ class Gate:
     ) -> HandlerResult:
         name, arguments = str(params.get("name", "")), params.get("arguments") or {}
         spec = self._specs.get(name)
-        outcome, changed, said = "failed", dict[str, Any](), ""
+        outcome, changed, first_line = "failed", dict[str, Any](), ""
         began = time.monotonic()
         try:
             if principal is not None and spec is not None and not role.allows(spec):
                 outcome = "refused"
-                allowed = ", ".join(one.name for one in self._specs.values() if role.allows(one))
+                allowed = ", ".join(tool_spec.name for tool_spec in self._specs.values() if role.allows(tool_spec))
                 text = f"{name} is not offered to this token: the owner gave it fewer tools. Nothing was changed."
                 return CallToolResult(
                     content=[TextContent(type="text", text=f"{text}\nThe tools are: {allowed}.")], is_error=True
                 )
             result = await call_next(ctx)
             outcome, changed = _outcome(result, spec)
-            said = _first_line(result)
+            first_line = _first_line(result)
             return result
         finally:
             entry = {
@@ -145,7 +147,7 @@ class Gate:
                 "outcome": outcome,
                 **({"changed": changed} if changed else {}),
                 "ms": round(1000 * (time.monotonic() - began)),
-                **({"said": said} if said else {}),
+                **({"said": first_line} if first_line else {}),
             }
             if spec is None or not spec.polled or outcome == "failed":
                 with anyio.CancelScope(shield=True):  # a cancelled call may have started something
@@ -204,8 +206,8 @@ _LISTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def _principal_of(ctx: ServerRequestContext[Any, Any]) -> Principal | None:
     scope = getattr(ctx.request, "scope", None)
-    found: Principal | None = scope.get("state", {}).get(PRINCIPAL) if scope is not None else None
-    return found
+    principal: Principal | None = scope.get("state", {}).get(PRINCIPAL) if scope is not None else None
+    return principal
 
 
 def _client(ctx: ServerRequestContext[Any, Any]) -> dict[str, str]:
@@ -235,5 +237,5 @@ def _outcome(result: HandlerResult, spec: ToolSpec | None) -> tuple[str, dict[st
         return "refused", {}
     if spec is None or spec.reads_only or not isinstance(structure, Mapping):
         return "done", {}
-    found = {name: structure[name] for name in _CHANGED if structure.get(name) not in (None, "", [])}
-    return "done", shorten(found)
+    names = {name: structure[name] for name in _CHANGED if structure.get(name) not in (None, "", [])}
+    return "done", shorten(names)

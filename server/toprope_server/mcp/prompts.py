@@ -50,9 +50,9 @@ def diagnose_run(
     question: Annotated[str, Field(description="What seems wrong, in your words; optional.")] = "",
 ) -> str:
     """Finds out what is wrong with a run from its findings, numbers and logs, and changes nothing."""
-    asked = f" What I noticed: {question.strip()}" if question.strip() else ""
+    remark = f" What I noticed: {question.strip()}" if question.strip() else ""
     return (
-        f"Use Toprope to find out how the run {run_id!r} is doing, and what is wrong with it, if anything.{asked}\n"
+        f"Use Toprope to find out how the run {run_id!r} is doing, and what is wrong with it, if anything.{remark}\n"
         f'Begin with check_status(run_ids=["{run_id}"], cursor="{run_id}:0"), which reports every state, finding and '
         "stall since it began. Then get_results in detail, and read_logs of the component that the findings or the "
         "failure name. Separate what you saw, what follows from it, and what you only suppose; give the figures. "
@@ -146,14 +146,14 @@ async def complete(
     context: CompletionContext | None = None,
 ) -> Completion:
     """Names and ids that start with, or else contain, the typed text; none for arguments of others."""
-    own = {asks.__name__ for asks, _, _ in PROMPTS}
+    own_names = {asks.__name__ for asks, _, _ in PROMPTS}
     source = _SOURCES.get(argument.name)
-    ours = ref.name in own if isinstance(ref, PromptReference) else ref.uri.startswith("toprope://")
+    ours = ref.name in own_names if isinstance(ref, PromptReference) else ref.uri.startswith("toprope://")
     if source is None or not ours:
         return Completion(values=[], total=0, has_more=False)
-    given = (context.arguments if context else None) or {}
+    arguments = (context.arguments if context else None) or {}
     try:
-        names = await to_thread.run_sync(lambda: source(workshop(), given))
+        names = await to_thread.run_sync(lambda: source(workshop(), arguments))
     except TopropeError:  # the tools report what is wrong with the settings
         names = []
     typed = argument.value.casefold()
@@ -180,13 +180,13 @@ def _presets(workshop: Workshop, _: Mapping[str, str]) -> list[str]:
     return sorted(list_presets(workshop.home.preset_folders))
 
 
-def _components(workshop: Workshop, given: Mapping[str, str]) -> list[str]:
+def _components(workshop: Workshop, arguments: Mapping[str, str]) -> list[str]:
     """All components, or those with a log if the run is known."""
     from toprope_tools.runs.logs import COMPONENTS, components_of
 
-    if not given.get("run_id"):
+    if not arguments.get("run_id"):
         return list(COMPONENTS)
-    folder = workshop.runs.folder(given["run_id"])
+    folder = workshop.runs.folder(arguments["run_id"])
     return [name for name in components_of(folder) if folder.log(name).is_file()]
 
 

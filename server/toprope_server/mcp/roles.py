@@ -56,20 +56,24 @@ class Role:
             InvalidValue: Not a set of tools.
         """
         names = sets.split(",") if isinstance(sets, str) else list(sets or ())
-        chosen = frozenset(name.strip().lower() for name in names if name.strip())
-        if unknown := sorted(chosen - SETS.keys()):
-            known = "; ".join(f"{name}: {what}" for name, what in SETS.items())
-            raise InvalidValue(f"There is no set of tools {', '.join(unknown)}.", hint=f"The sets are {known}.")
-        if isinstance(sets, str) and not chosen:
+        chosen_sets = frozenset(name.strip().lower() for name in names if name.strip())
+        if unknown := sorted(chosen_sets - SETS.keys()):
+            descriptions = "; ".join(f"{name}: {description}" for name, description in SETS.items())
+            raise InvalidValue(f"There is no set of tools {', '.join(unknown)}.", hint=f"The sets are {descriptions}.")
+        if isinstance(sets, str) and not chosen_sets:
             raise InvalidValue("No set of tools is named.", hint=f"The sets are {', '.join(SETS)}; omit it for all.")
-        return cls(read_only, chosen or None)
+        return cls(read_only, chosen_sets or None)
 
     def within(self, other: Role) -> Role:
         """The intersection of two roles."""
-        both = self.sets if other.sets is None else other.sets if self.sets is None else self.sets & other.sets
+        shared_sets = self.sets if other.sets is None else other.sets if self.sets is None else self.sets & other.sets
         permits = self.permits | other.permits
         return replace(
-            self, read_only=self.read_only or other.read_only, sets=both, why=self.why or other.why, permits=permits
+            self,
+            read_only=self.read_only or other.read_only,
+            sets=shared_sets,
+            why=self.why or other.why,
+            permits=permits,
         )
 
     def allows(self, tool: ToolSpec) -> bool:
@@ -111,13 +115,13 @@ def role_of_arguments(arguments: Sequence[str]) -> Role | None:
     Raises:
         InvalidValue: Not a set of tools.
     """
-    read_only, sets, left = False, None, list(arguments)
-    while left:
-        word = left.pop(0)
+    read_only, sets, remaining = False, None, list(arguments)
+    while remaining:
+        word = remaining.pop(0)
         if word == "--read-only":
             read_only = True
-        elif word == "--tools" and left:
-            sets = left.pop(0)
+        elif word == "--tools" and remaining:
+            sets = remaining.pop(0)
         elif word.startswith("--tools="):
             sets = word.removeprefix("--tools=")
         else:
@@ -141,9 +145,9 @@ def owners_role() -> Role:
 
     Clients wait for a server's start, so the file is parsed only if it can have a role.
     """
-    named = os.environ.get("TOPROPE_CONFIG")
-    if named:
-        folder = Path(named).expanduser()
+    folder_name = os.environ.get("TOPROPE_CONFIG")
+    if folder_name:
+        folder = Path(folder_name).expanduser()
     else:
         import platformdirs
 

@@ -55,8 +55,8 @@ async def preview_to_show(
     workshop = workshop_of(ctx)
     draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
     request = StartRequest(draft, training_plan(draft.config), name, seeds, key=key)
-    found = await to_thread.run_sync(workshop.starter.consent_wanted, request)
-    return None if found is None else Preview(said(found), found.hash)
+    wanted = await to_thread.run_sync(workshop.starter.consent_wanted, request)
+    return None if wanted is None else Preview(said(wanted), wanted.hash)
 
 
 async def sweep_preview_to_show(
@@ -77,7 +77,7 @@ async def sweep_preview_to_show(
         return None
     from toprope_tools.runs import sweeps
 
-    found = await sweeps.consent_wanted(
+    text_and_hash = await sweeps.consent_wanted(
         workshop_of(ctx),
         draft_id=draft_id,
         space=space,
@@ -86,7 +86,7 @@ async def sweep_preview_to_show(
         epochs=epochs,
         options=options,
     )
-    return None if found is None else Preview(*found)
+    return None if text_and_hash is None else Preview(*text_and_hash)
 
 
 async def selected_preview_to_show(ctx: Context) -> Preview | None:
@@ -118,10 +118,10 @@ def ask_consent(shown: Annotated[Preview | None, Resolve(preview_to_show)]) -> E
     return _question("Start this training run?", shown)
 
 
-def _question(asked: str, shown: Preview | None) -> Elicit[Consent] | Consent:
+def _question(question: str, shown: Preview | None) -> Elicit[Consent] | Consent:
     if shown is None:
         return Consent(start=True)
-    return Elicit(f"{asked}\n{shown.text}\n(hash {shown.hash})", Consent)
+    return Elicit(f"{question}\n{shown.text}\n(hash {shown.hash})", Consent)
 
 
 def confirmed_hash(shown: Preview, consent: ElicitationResult[Consent]) -> str:

@@ -48,13 +48,13 @@ _FIRST = "rl_list_environments lists the environments."
 _RUNS = "rl_list_runs lists the runs."
 
 
-def json_text(told: dict[str, Any]) -> TextContent:
+def json_text(structure: dict[str, Any]) -> TextContent:
     """An answer in the form of Hermes' tools."""
-    return TextContent(type="text", text=json.dumps(told, ensure_ascii=False, separators=(",", ":")))
+    return TextContent(type="text", text=json.dumps(structure, ensure_ascii=False, separators=(",", ":")))
 
 
-async def _told(found: Awaitable[dict[str, Any]]) -> CallToolResult:
-    return CallToolResult(content=[json_text(await found)])
+async def _json_result(result: Awaitable[dict[str, Any]]) -> CallToolResult:
+    return CallToolResult(content=[json_text(await result)])
 
 
 @hermes_tools.tool("List RL environments", READS, toolset="hermes", on_failure=_FIRST)
@@ -62,7 +62,7 @@ async def rl_list_environments(ctx: Context) -> CallToolResult:
     """Lists all RL environments: name, file_path, description."""
     from toprope_tools import hermes
 
-    return await _told(hermes.rl_list_environments(workshop_of(ctx)))
+    return await _json_result(hermes.rl_list_environments(workshop_of(ctx)))
 
 
 @hermes_tools.tool("Select an RL environment", ADDS, toolset="hermes", on_failure=_FIRST)
@@ -75,7 +75,9 @@ async def rl_select_environment(
     """
     from toprope_tools import hermes
 
-    return await _told(hermes.rl_select_environment(workshop_of(ctx), name_of(ctx), name=name, caller=caller_of(ctx)))
+    return await _json_result(
+        hermes.rl_select_environment(workshop_of(ctx), name_of(ctx), name=name, caller=caller_of(ctx))
+    )
 
 
 @hermes_tools.tool("Read the configuration", READS, toolset="hermes", on_failure=_FIRST)
@@ -83,7 +85,7 @@ async def rl_get_current_config(ctx: Context) -> CallToolResult:
     """Reads the selected environment's fields, with those that the owner locked apart."""
     from toprope_tools import hermes
 
-    return await _told(hermes.rl_get_current_config(workshop_of(ctx), name_of(ctx)))
+    return await _json_result(hermes.rl_get_current_config(workshop_of(ctx), name_of(ctx)))
 
 
 @hermes_tools.tool("Edit the configuration", ADDS, toolset="hermes", on_failure=_FIRST)
@@ -95,7 +97,7 @@ async def rl_edit_config(
     """Changes one field of the selected environment's configuration."""
     from toprope_tools import hermes
 
-    return await _told(hermes.rl_edit_config(workshop_of(ctx), name_of(ctx), field=field, value=value))
+    return await _json_result(hermes.rl_edit_config(workshop_of(ctx), name_of(ctx), field=field, value=value))
 
 
 @hermes_tools.tool("Start RL training", STARTS, toolset="hermes", on_failure=_FIRST)
@@ -112,7 +114,7 @@ async def rl_start_training(
     from toprope_tools import hermes
 
     agreed = None if shown is None else confirmed_hash(shown, consent)
-    return await _told(hermes.rl_start_training(workshop_of(ctx), name_of(ctx), again=again, agreed=agreed))
+    return await _json_result(hermes.rl_start_training(workshop_of(ctx), name_of(ctx), again=again, agreed=agreed))
 
 
 @hermes_tools.tool("Check a run", READS, toolset="hermes", on_failure=_RUNS)
@@ -121,7 +123,7 @@ async def rl_check_status(ctx: Context, run_id: RunId) -> CallToolResult:
     next_check_in_seconds."""
     from toprope_tools import hermes
 
-    return await _told(hermes.rl_check_status(workshop_of(ctx), run_id=run_id, client=client_of(ctx)))
+    return await _json_result(hermes.rl_check_status(workshop_of(ctx), run_id=run_id, client=client_of(ctx)))
 
 
 @hermes_tools.tool(
@@ -131,7 +133,7 @@ async def rl_stop_training(ctx: Context, run_id: RunId) -> CallToolResult:
     """Stops a run; its records and last checkpoint stay."""
     from toprope_tools import hermes
 
-    return await _told(hermes.rl_stop_training(workshop_of(ctx), run_id=run_id))
+    return await _json_result(hermes.rl_stop_training(workshop_of(ctx), run_id=run_id))
 
 
 @hermes_tools.tool("Get a run's results", READS, toolset="hermes", on_failure=_RUNS)
@@ -139,7 +141,7 @@ async def rl_get_results(ctx: Context, run_id: RunId) -> CallToolResult:
     """Reports a run's final_metrics, history and the path of its weights."""
     from toprope_tools import hermes
 
-    return await _told(hermes.rl_get_results(workshop_of(ctx), run_id=run_id))
+    return await _json_result(hermes.rl_get_results(workshop_of(ctx), run_id=run_id))
 
 
 @hermes_tools.tool("List runs", READS, toolset="hermes", on_failure=_RUNS)
@@ -147,7 +149,7 @@ async def rl_list_runs(ctx: Context) -> CallToolResult:
     """Lists the newest 100 runs with their status, and counts all."""
     from toprope_tools import hermes
 
-    return await _told(hermes.rl_list_runs(workshop_of(ctx)))
+    return await _json_result(hermes.rl_list_runs(workshop_of(ctx)))
 
 
 @hermes_tools.tool("Test models", STARTS, toolset="hermes", on_failure=_FIRST)
@@ -165,7 +167,7 @@ async def rl_test_inference(
     """
     from toprope_tools import hermes
 
-    return await _told(
+    return await _json_result(
         hermes.rl_test_inference(
             workshop_of(ctx),
             name_of(ctx),

@@ -53,17 +53,17 @@ async def show(
     from toprope_tools.page.run import text_of
 
     question = {"what": "now"} if run_id is None else {"what": "run", "run_id": run_id}
-    found = await to_thread.run_sync(_source(ctx).ask, question)
-    told = ""
-    if isinstance(found, shapes.Run) and found.live is not None:
-        told = text_of(found.live)
-    elif isinstance(found, shapes.Now):
-        told = now.text_of(found)
+    answer = await to_thread.run_sync(_source(ctx).ask, question)
+    text = ""
+    if isinstance(answer, shapes.Run) and answer.live is not None:
+        text = text_of(answer.live)
+    elif isinstance(answer, shapes.Now):
+        text = now.text_of(answer)
     screen = Shown(screen="now" if run_id is None else "run", run_id=run_id)
     return CallToolResult(
-        content=[TextContent(type="text", text=f"{told}\nThe owner's view: toprope dashboard.")],
+        content=[TextContent(type="text", text=f"{text}\nThe owner's view: toprope dashboard.")],
         structured_content=screen.model_dump(),
-        _meta={FIRST_LOOK: _plain(found)},
+        _meta={FIRST_LOOK: _plain(answer)},
     )
 
 
@@ -87,7 +87,7 @@ async def look(
     b: Annotated[list[str] | None, Field(max_length=32, description="Runs of side b.")] = None,
 ) -> Annotated[CallToolResult, Looked]:
     """Answers the page, which polls it while a run is live. Not for models: check_status and browse_rollouts are."""
-    asked: dict[str, Any] = {
+    question: dict[str, Any] = {
         "what": what,
         "run_id": run_id,
         "after": after,
@@ -102,8 +102,8 @@ async def look(
         "a": a,
         "b": b,
     }
-    found = await to_thread.run_sync(_source(ctx).ask, asked)
-    return CallToolResult(content=[TextContent(type="text", text=what)], structured_content=_plain(found))
+    answer = await to_thread.run_sync(_source(ctx).ask, question)
+    return CallToolResult(content=[TextContent(type="text", text=what)], structured_content=_plain(answer))
 
 
 def _source(ctx: Context) -> PageSource:
@@ -113,6 +113,6 @@ def _source(ctx: Context) -> PageSource:
     return source_of(workshop_of(ctx))
 
 
-def _plain(found: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(msgspec.json.encode(found))
+def _plain(answer: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(msgspec.json.encode(answer))
     return plain

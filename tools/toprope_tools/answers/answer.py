@@ -28,8 +28,10 @@ class Structure(BaseModel, extra="forbid"):
     @classmethod
     def of(cls, source: object, **own: Any) -> Self:
         """Return a structure with the values `own`, and those of the attributes of `source` that have its names."""
-        taken = {name: getattr(source, name) for name in cls.model_fields if name not in own and hasattr(source, name)}
-        return cls(**taken, **own)
+        attributes = {
+            name: getattr(source, name) for name in cls.model_fields if name not in own and hasattr(source, name)
+        }
+        return cls(**attributes, **own)
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,16 @@ def sent(value: Any) -> Any:
     """Return a structure, or a value in one, as it is sent: plain JSON values, rounded, without what a reader has."""
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
-        kept = {name: getattr(value, name) for name in sent_fields(type(value))}
+        sent_values = {name: getattr(value, name) for name in sent_fields(type(value))}
         return {
-            name: sent(one)
-            for name, one in kept.items()
-            if fields[name].is_required() or one != fields[name].get_default(call_default_factory=True)
+            name: sent(item)
+            for name, item in sent_values.items()
+            if fields[name].is_required() or item != fields[name].get_default(call_default_factory=True)
         }
     if isinstance(value, Mapping):
-        return {str(name): sent(one) for name, one in value.items()}
+        return {str(name): sent(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [sent(one) for one in value]
+        return [sent(item) for item in value]
     if isinstance(value, float):
         return round(value, 1) if abs(value) >= 1e5 else float(f"{value:.{_DIGITS}g}")
     return value

@@ -58,10 +58,10 @@ async def fork_config(workshop: Workshop, *, run_id: str, caller: Caller = CALLE
     locks = workshop.home.locks(run.preset)
     knobs = await to_thread.run_sync(_known_knobs, workshop, run)
     if knobs is None:
-        section, own = default_section(workshop.home, entry.name, locks), run.config.environment
-        limit = float(locks.nearest("environment.load_timeout_s", own.load_timeout_s))
+        section, run_environment = default_section(workshop.home, entry.name, locks), run.config.environment
+        limit = float(locks.nearest("environment.load_timeout_s", run_environment.load_timeout_s))
         options = options_of(workshop, section, load_timeout_s=limit)
-        tuned = {knob: locks.nearest(f"{KNOBS}.{knob}", given) for knob, given in own.knobs.items()}
+        tuned = {knob: locks.nearest(f"{KNOBS}.{knob}", setting) for knob, setting in run_environment.knobs.items()}
         try:
             described = await describe(workshop, entry, replace(options, knobs=tuned), examples=0, caller=caller)
         except InvalidValue:  # It has changed its knobs since.
@@ -96,19 +96,19 @@ async def diff_config(workshop: Workshop, *, a: str, b: str | None = None) -> An
     Raises:
         NotFound: One of them does not exist.
     """
-    first, second = await to_thread.run_sync(_sides, workshop, a, b)
-    changes = difference(first.config, second.config)
-    lines = [f"{first.name} and {second.name}: {plural(len(changes), 'field differs', 'fields differ')}."]
+    side_a, side_b = await to_thread.run_sync(_sides, workshop, a, b)
+    changes = difference(side_a.config, side_b.config)
+    lines = [f"{side_a.name} and {side_b.name}: {plural(len(changes), 'field differs', 'fields differ')}."]
     if not changes:
-        lines = [f"{first.name} and {second.name} are equal in every field."]
-    if first.environment and second.environment and first.environment != second.environment:
-        lines.append(f"They train on different environments: {first.environment} and {second.environment}.")
-    lines += [f"  {one.field}: {value(one.before)} | {value(one.after)}" for one in changes[:_SHOWN]]
+        lines = [f"{side_a.name} and {side_b.name} are equal in every field."]
+    if side_a.environment and side_b.environment and side_a.environment != side_b.environment:
+        lines.append(f"They train on different environments: {side_a.environment} and {side_b.environment}.")
+    lines += [f"  {change.field}: {value(change.before)} | {value(change.after)}" for change in changes[:_SHOWN]]
     if len(changes) > _SHOWN:
         lines.append(f"  and {len(changes) - _SHOWN} more, in the structure.")
     return fitting(
         lambda limit: Answer(
-            "\n".join(lines), planning_answers.ConfigDiff(a=first.name, b=second.name, fields=_diffs(changes, limit))
+            "\n".join(lines), planning_answers.ConfigDiff(a=side_a.name, b=side_b.name, fields=_diffs(changes, limit))
         )
     )
 
@@ -126,21 +126,24 @@ async def undo_edit(workshop: Workshop, *, draft_id: str, revision: int) -> Answ
 
     def work() -> Answer:
         draft = workshop.drafts.get(draft_id)
-        after, changed, moved = workshop.drafts.revert(draft_id, revision, workshop.home.locks(draft.preset))
-        if changed:
-            text = f"{draft_id} has the values of revision {revision} again, as revision {after.revision}: "
-            text += f"{said_changes(changed)}."
+        draft_after, changes, kept_changes = workshop.drafts.revert(
+            draft_id, revision, workshop.home.locks(draft.preset)
+        )
+        if changes:
+            text = f"{draft_id} has the values of revision {revision} again, as revision {draft_after.revision}: "
+            text += f"{said_changes(changes)}."
         else:
-            text = f"{draft_id} stays at revision {after.revision}: it already has the values of revision {revision}."
-        if moved:
-            text += f"\nKept by the owner's locks: {said_changes(moved)}."
+            text = f"{draft_id} stays at revision {draft_after.revision}: "
+            text += f"it already has the values of revision {revision}."
+        if kept_changes:
+            text += f"\nKept by the owner's locks: {said_changes(kept_changes)}."
         text += f"\nNext: {call('start_training', draft_id=draft_id)}"
         data = planning_answers.Undone(
             draft_id=draft_id,
-            revision=after.revision,
+            revision=draft_after.revision,
             back_to=revision,
-            changed=_diffs(changed),
-            kept_by_locks=_diffs(moved),
+            changed=_diffs(changes),
+            kept_by_locks=_diffs(kept_changes),
         )
         return Answer(text, data)
 
@@ -170,7 +173,7 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
                 f"{run_id} is being repeated already, as {twin}; nothing was started.",
                 hint=call("check_status", run_ids=[twin], wait_s=45),
             )
-        [again] = start_frozen(workshop, [freeze_again(run, workshop.home.locks(run.preset), workshop.home.runs)])
+        [repetition] = start_frozen(workshop, [freeze_again(run, workshop.home.locks(run.preset), workshop.home.runs)])
         exact = run.config.algorithm.deterministic
         promise = (
             "It is deterministic: every metric should be equal at every step."
@@ -179,13 +182,14 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
             "algorithm.deterministic=true gives runs that can be equal."
         )
         text = (
-            f"Started {again.run_id}, which repeats {run_id}. {promise}\n"
-            f"Next: {call('check_status', run_ids=[again.run_id], wait_s=45)}; when it has ended "
-            f"{call('get_results', run_id=again.run_id)} says whether the results are equal, or which input differs."
+            f"Started {repetition.run_id}, which repeats {run_id}. {promise}\n"
+            f"Next: {call('check_status', run_ids=[repetition.run_id], wait_s=45)}; when it has ended "
+            f"{call('get_results', run_id=repetition.run_id)} says whether the results are equal, "
+            "or which input differs."
         )
         return Answer(
             text,
-            runs_answers.Reproducing(run_id=again.run_id, reproduces=run_id, deterministic=exact, state="queued"),
+            runs_answers.Reproducing(run_id=repetition.run_id, reproduces=run_id, deterministic=exact, state="queued"),
         )
 
     return await to_thread.run_sync(work)
@@ -202,7 +206,7 @@ def compared_with_original(workshop: Workshop, specification: Specification) -> 
         inputs: dict[str, list[Any]] = {}
         if manifests[0] is not None and manifests[1] is not None:
             inputs = differing_inputs(manifests[0].inputs, manifests[1].inputs)
-        after = [_measured(folder) for folder in folders]
+        measured = [_measured(folder) for folder in folders]
     except (NotFound, Corrupt):  # the other run is gone or damaged; this one still has results
         return None
     return compare_runs_of_one(
@@ -211,7 +215,7 @@ def compared_with_original(workshop: Workshop, specification: Specification) -> 
         read_rows(folders[1].metrics),
         deterministic=specification.config.algorithm.deterministic,
         inputs=inputs,
-        heldout=(after[0], after[1]),
+        heldout=(measured[0], measured[1]),
         measured="held-out accuracy" if specification.run_kind.trains else "accuracy on validation tasks",
     )
 
@@ -248,27 +252,29 @@ def _known_knobs(workshop: Workshop, run: Specification) -> list[dict[str, Any]]
         return None
     names = {knob.get("name") for knob in draft.knobs}
     source = run.environment.model_copy(update={"split_rule": draft.environment.split_rule})
-    same = draft.environment == source and names == set(run.config.environment.knobs)
-    return draft.knobs if same else None
+    fits = draft.environment == source and names == set(run.config.environment.knobs)
+    return draft.knobs if fits else None
 
 
 def _sides(workshop: Workshop, a: str, b: str | None) -> tuple[Side, Side]:
-    first = _side(workshop, a, "", {})
+    side_a = _side(workshop, a, "", {})
     if b is None:
-        if not first.preset:
-            raise NotFound(f"The preset of {first.name} is not known.", hint="Give b: a draft, a run or 'preset NAME'.")
-        b = f"preset {first.preset}"
-    second = _side(workshop, b, first.environment, _defaults(workshop, a))
-    if not first.environment:
-        first = _side(workshop, a, second.environment, _defaults(workshop, b))
-    return first, second
+        if not side_a.preset:
+            raise NotFound(
+                f"The preset of {side_a.name} is not known.", hint="Give b: a draft, a run or 'preset NAME'."
+            )
+        b = f"preset {side_a.preset}"
+    side_b = _side(workshop, b, side_a.environment, _defaults(workshop, a))
+    if not side_a.environment:
+        side_a = _side(workshop, a, side_b.environment, _defaults(workshop, b))
+    return side_a, side_b
 
 
 def _defaults(workshop: Workshop, name: str) -> dict[str, Any]:
     """Return the defaults of the environment's knobs, from the named draft or from the draft of the named run."""
     try:
-        found = _DRAFT.match(name.strip())
-        draft_id = found[1] if found else _specification(workshop, name.strip()).draft_id
+        match = _DRAFT.match(name.strip())
+        draft_id = match[1] if match else _specification(workshop, name.strip()).draft_id
         draft = workshop.drafts.get(draft_id or "")
     except NotFound:
         return {}
@@ -278,16 +284,16 @@ def _defaults(workshop: Workshop, name: str) -> dict[str, Any]:
 def _side(workshop: Workshop, name: str, environment: str, defaults: Mapping[str, Any]) -> Side:
     """Return one side; a preset names no environment, so it takes the defaults of the other side's knobs."""
     name = name.strip()
-    if found := _DRAFT.match(name):
-        draft = workshop.drafts.get(found[1])
-        config = draft.config if found[2] is None else workshop.drafts.at(draft.id, int(found[2]))
+    if match := _DRAFT.match(name):
+        draft = workshop.drafts.get(match[1])
+        config = draft.config if match[2] is None else workshop.drafts.at(draft.id, int(match[2]))
         return Side(name, draft.environment.name, draft.preset, config)
     if name.startswith("preset"):
-        wanted = name.removeprefix("preset").lstrip(" :=")
-        preset = load_preset(wanted, workshop.home.preset_folders)
+        preset_name = name.removeprefix("preset").lstrip(" :=")
+        preset = load_preset(preset_name, workshop.home.preset_folders)
         config = config_of_preset(preset, environment)
         config.environment.knobs = {**defaults, **config.environment.knobs}
-        return Side(f"preset {wanted}", environment, wanted, config)
+        return Side(f"preset {preset_name}", environment, preset_name, config)
     try:
         run = _specification(workshop, name)
     except NotFound:
@@ -303,6 +309,6 @@ def _side(workshop: Workshop, name: str, environment: str, defaults: Mapping[str
 
 def _diffs(changes: list[Change], limit: int = _LONGEST) -> list[planning_answers.FieldDiff]:
     return [
-        planning_answers.FieldDiff(field=one.field, a=cut(one.before, limit), b=cut(one.after, limit))
-        for one in changes
+        planning_answers.FieldDiff(field=change.field, a=cut(change.before, limit), b=cut(change.after, limit))
+        for change in changes
     ]

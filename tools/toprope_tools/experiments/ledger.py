@@ -90,8 +90,8 @@ async def note_experiment(
             )
         figures = figures_of(workshop, _all_runs(entry, runs))
         workshop.home.ensure()
-        given = {"hypothesis": hypothesis, "outcome": outcome, "decision": decision, "question": question}
-        amended: dict[str, Any] = {key: one.strip() for key, one in given.items() if one is not None}
+        texts = {"hypothesis": hypothesis, "outcome": outcome, "decision": decision, "question": question}
+        amended: dict[str, Any] = {key: text.strip() for key, text in texts.items() if text is not None}
         with ledger.amending():
             if experiment_id is not None:
                 entry = ledger.get(experiment_id)  # another session may have amended it while the figures were read
@@ -105,16 +105,16 @@ async def note_experiment(
     return await to_thread.run_sync(work)
 
 
-def _all_runs(entry: Experiment, more: list[str]) -> list[str]:
+def _all_runs(entry: Experiment, added: list[str]) -> list[str]:
     """Return the runs of an experiment with those that are added.
 
     Raises:
         InvalidValue: They are too many.
     """
-    found = list(dict.fromkeys([*entry.runs, *more]))
-    if len(found) > _MOST_RUNS:
-        raise InvalidValue(f"{len(found)} runs are too many for one experiment.", hint=f"At most {_MOST_RUNS}.")
-    return found
+    run_ids = list(dict.fromkeys([*entry.runs, *added]))
+    if len(run_ids) > _MOST_RUNS:
+        raise InvalidValue(f"{len(run_ids)} runs are too many for one experiment.", hint=f"At most {_MOST_RUNS}.")
+    return run_ids
 
 
 async def get_handoff(workshop: Workshop) -> Answer:
@@ -131,8 +131,8 @@ def handoff_of(workshop: Workshop) -> Answer:
     drafts = []
     for draft in workshop.drafts.recent(6):
         history = workshop.drafts.history(draft.id)
-        last = f"; last edit: {clip(said_changes(history[-1].changes), 160)}" if history else ""
-        drafts.append(f"{draft.id}: {draft.environment.name}, revision {draft.revision}{last}")
+        last_edit = f"; last edit: {clip(said_changes(history[-1].changes), 160)}" if history else ""
+        drafts.append(f"{draft.id}: {draft.environment.name}, revision {draft.revision}{last_edit}")
     locked = [lock.field for lock in workshop.home.locks()]
     text = handoff(Standing(_limit_numbers(workshop, runs), experiments, ledger.goals(), drafts, locked))
     data = answers.Handoff(
@@ -145,48 +145,48 @@ def handoff_of(workshop: Workshop) -> Answer:
 
 def _limit_numbers(workshop: Workshop, runs: list[Status]) -> list[Status]:
     """Return the runs with the numbers that may be shown now, under the limit of check_status."""
-    shown = {run.run_id for run in [run for run in runs if not run.ended][:LIVE]}
-    told = []
+    shown_ids = {run.run_id for run in [run for run in runs if not run.ended][:LIVE]}
+    statuses = []
     for run in runs:
         try:
-            numbers = told_numbers(workshop, run.run_id)[0] if run.run_id in shown else run.progress
+            numbers = told_numbers(workshop, run.run_id)[0] if run.run_id in shown_ids else run.progress
         except NotFound:  # removed in the meantime
             continue
-        told.append(run.model_copy(update={"progress": numbers}))
-    return told
+        statuses.append(run.model_copy(update={"progress": numbers}))
+    return statuses
 
 
 def refreshed(workshop: Workshop, entry: Experiment) -> Experiment:
     """Return the entry with the present figures of its runs, without storing them."""
-    if all(one.accuracy is not None for one in entry.figures.values()) and len(entry.figures) == len(entry.runs):
+    if all(figure.accuracy is not None for figure in entry.figures.values()) and len(entry.figures) == len(entry.runs):
         return entry
     return entry.model_copy(update={"figures": entry.figures | figures_of(workshop, entry.runs)})
 
 
 def figures_of(workshop: Workshop, runs: list[str]) -> dict[str, Figures]:
     """Return the figures of runs by run id, without runs that are gone or unreadable."""
-    found = {}
+    figures = {}
     for run_id in runs:
         try:
             folder, status = workshop.runs.folder(run_id), workshop.runs.status(run_id)
-            found[run_id] = _figures(Specification.read(folder), status)
+            figures[run_id] = _figures(Specification.read(folder), status)
         except (NotFound, Corrupt):
             continue
-    return found
+    return figures
 
 
 def _figures(specification: Specification, status: Status) -> Figures:
-    after = status.evaluations.get("after") or {}  # the validation accuracy of a test is another figure
-    before = status.evaluations.get("before") or {}
+    summary_after = status.evaluations.get("after") or {}  # the validation accuracy of a test is another figure
+    summary_before = status.evaluations.get("before") or {}
     figures = Figures(
         state=status.state,
-        before=before.get("accuracy"),
+        before=summary_before.get("accuracy"),
         steps=int(status.progress.get("step") or 0),
         seed=specification.config.algorithm.seed,
         configuration=_digest(specification),
         measured=_hash(measured_tasks(specification)),
     )
-    if share := measured_share(after):
+    if share := measured_share(summary_after):
         figures = figures.model_copy(
             update={"accuracy": share.value, "low": share.low, "high": share.high, "tasks": share.n}
         )
@@ -210,17 +210,19 @@ def _specification(workshop: Workshop, run_id: str) -> Specification:
 
 def _noted(ledger: Ledger, entry: Experiment, *, new: bool) -> Answer:
     lines = [f"{'Noted' if new else 'Amended'} {entry.id} in {entry.environment}."]
-    for run_id, one in entry.figures.items():
-        if one.accuracy is None:
-            lines.append(f"  {run_id}: {one.state}, not measured yet; get_handoff looks again.")
+    for run_id, figures in entry.figures.items():
+        if figures.accuracy is None:
+            lines.append(f"  {run_id}: {figures.state}, not measured yet; get_handoff looks again.")
         else:
-            start = f"{percent(one.before)} -> " if one.before is not None else ""
-            lines.append(f"  {run_id}: {start}{percent(one.accuracy)} [{percent(one.low)}, {percent(one.high)}]")
-    found = plateau(ledger.entries(entry.environment))
-    if found is not None:
-        lines.append(found.says)
-    single = [one for one in entry.figures.values() if one.accuracy is not None]
-    if entry.decision == "keep" and len(single) == 1:
+            start = f"{percent(figures.before)} -> " if figures.before is not None else ""
+            lines.append(
+                f"  {run_id}: {start}{percent(figures.accuracy)} [{percent(figures.low)}, {percent(figures.high)}]"
+            )
+    stagnation = plateau(ledger.entries(entry.environment))
+    if stagnation is not None:
+        lines.append(stagnation.says)
+    measured_figures = [measured for measured in entry.figures.values() if measured.accuracy is not None]
+    if entry.decision == "keep" and len(measured_figures) == 1:
         lines.append("Kept after a single run: the gain may be luck of its seed.")
     if entry.decision == "undecided":
         lines.append(f"Next: {call('note_experiment', experiment_id=entry.id)} with outcome and decision.")

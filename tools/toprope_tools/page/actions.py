@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 BY = {"client": "dashboard"}
 
 
-class _Given(BaseModel, extra="forbid"):
+class _Body(BaseModel, extra="forbid"):
     """Refuses unknown fields."""
 
 
-class Resume(_Given):
+class Resume(_Body):
     """The budget with which a completed run goes on; empty for others."""
 
     steps: int | None = Field(None, ge=1)
     seconds: float | None = Field(None, gt=0)
 
 
-class Decide(_Given):
+class Decide(_Body):
     """The answer to a start that waits: `approve` or `refuse`."""
 
     answer: str = Field(pattern="^(approve|refuse)$")
 
 
-class Note(_Given):
+class Note(_Body):
     """A new experiment, or an amendment of one. See `note_experiment`."""
 
     experiment_id: str | None = Field(None, max_length=40)
@@ -55,7 +55,7 @@ class Note(_Given):
     goal: str | None = Field(None, max_length=1000)
 
 
-class Nothing(_Given):
+class Nothing(_Body):
     """No arguments."""
 
 
@@ -64,31 +64,31 @@ _Act = Callable[["Workshop", str, Any], Awaitable[Done]]
 
 
 async def _stop(workshop: Workshop, run_id: str, _: Nothing) -> Done:
-    found = await stop_training(workshop, run_id=run_id)
-    return {"said": _first(found.text), "state": found.data.model_dump().get("state")}
+    answer = await stop_training(workshop, run_id=run_id)
+    return {"said": _first_line(answer.text), "state": answer.data.model_dump().get("state")}
 
 
-async def _resume(workshop: Workshop, run_id: str, given: Resume) -> Done:
-    found = await resume_training(workshop, run_id=run_id, steps=given.steps, seconds=given.seconds, by_owner=True)
-    return {"said": _first(found.text), "run_id": found.data.model_dump().get("run_id")}
+async def _resume(workshop: Workshop, run_id: str, budget: Resume) -> Done:
+    answer = await resume_training(workshop, run_id=run_id, steps=budget.steps, seconds=budget.seconds, by_owner=True)
+    return {"said": _first_line(answer.text), "run_id": answer.data.model_dump().get("run_id")}
 
 
-async def _decide(workshop: Workshop, hash: str, given: Decide) -> Done:
+async def _decide(workshop: Workshop, hash: str, decision: Decide) -> Done:
     approvals = Approvals(workshop.home)
-    if given.answer == "approve":
+    if decision.answer == "approve":
         await to_thread.run_sync(approvals.approve, hash)
         return {"said": "Approved for one start. The agent repeats its call to start it."}
     await to_thread.run_sync(approvals.refuse, hash)
     return {"said": "Refused. The same start is refused from now on."}
 
 
-async def _note(workshop: Workshop, _: str, given: Note) -> Done:
-    found = await note_experiment(workshop, **given.model_dump(exclude_none=True))
-    experiment = found.data.model_dump().get("experiment") or {}
-    return {"said": _first(found.text), "experiment_id": experiment.get("id")}
+async def _note(workshop: Workshop, _: str, note: Note) -> Done:
+    answer = await note_experiment(workshop, **note.model_dump(exclude_none=True))
+    experiment = answer.data.model_dump().get("experiment") or {}
+    return {"said": _first_line(answer.text), "experiment_id": experiment.get("id")}
 
 
-ACTIONS: Mapping[str, tuple[str, str, type[_Given], _Act]] = {
+ACTIONS: Mapping[str, tuple[str, str, type[_Body], _Act]] = {
     "stop": ("stop_training", "run_id", Nothing, _stop),
     "resume": ("resume_training", "run_id", Resume, _resume),
     "ask": ("approve", "hash", Decide, _decide),
@@ -104,36 +104,36 @@ async def act(workshop: Workshop, name: str, target: str, body: object) -> Done:
         InvalidValue: Arguments are missing or wrong; nothing was changed.
         TopropeError: As the tool of that name.
     """
-    did, argument, shape, work = ACTIONS[name]
-    began, outcome, said = time.monotonic(), "failed", ""
+    action, argument, shape, work = ACTIONS[name]
+    started_at, outcome, sentence = time.monotonic(), "failed", ""
     arguments = {**({argument: target} if argument else {}), **(body if isinstance(body, dict) else {})}
     changed: dict[str, Any] = {}
     try:
         try:
-            given = shape.model_validate(body)
+            parameters = shape.model_validate(body)
         except ValidationError as error:
             raise InvalidValue(f"{describe_misfits(error)}. Nothing was changed.") from None
-        done = await work(workshop, target, given)
-        outcome, said = "done", str(done["said"])
+        result = await work(workshop, target, parameters)
+        outcome, sentence = "done", str(result["said"])
         if name == "ask":
-            did = given.model_dump()["answer"]
-        changed = {key: done[key] for key in ("run_id", "experiment_id", "state") if done.get(key)}
-        return {"done": True, **done}
+            action = parameters.model_dump()["answer"]
+        changed = {key: result[key] for key in ("run_id", "experiment_id", "state") if result.get(key)}
+        return {"done": True, **result}
     except TopropeError as error:
-        outcome, said = "refused", error.message
+        outcome, sentence = "refused", error.message
         raise
     finally:
         entry = {
             "by": BY,
-            "did": did,
+            "did": action,
             "outcome": outcome,
             **({"changed": shorten(changed)} if changed else {}),
-            "ms": round(1000 * (time.monotonic() - began)),
+            "ms": round(1000 * (time.monotonic() - started_at)),
         }
-        await to_thread.run_sync(_record, workshop, entry, arguments, said)
+        await to_thread.run_sync(_record, workshop, entry, arguments, sentence)
 
 
-def _record(workshop: Workshop, entry: dict[str, Any], arguments: dict[str, Any], said: str) -> None:
+def _record(workshop: Workshop, entry: dict[str, Any], arguments: dict[str, Any], sentence: str) -> None:
     """Add a line to the trail.
 
     Raises:
@@ -143,9 +143,9 @@ def _record(workshop: Workshop, entry: dict[str, Any], arguments: dict[str, Any]
         secrets = owners_secrets(workshop)
     except TopropeError:
         secrets = secret_values(os.environ)
-    told = {**entry, **({"said": shorten(_first(said), secrets)} if said else {})}
-    AuditTrail(workshop.home.path).append({**told, "arguments": shorten(arguments, secrets)})
+    line = {**entry, **({"said": shorten(_first_line(sentence), secrets)} if sentence else {})}
+    AuditTrail(workshop.home.path).append({**line, "arguments": shorten(arguments, secrets)})
 
 
-def _first(text: str) -> str:
+def _first_line(text: str) -> str:
     return text.partition("\n")[0]

@@ -128,37 +128,39 @@ def compare(
         InvalidValue: A side is empty or has too many runs.
     """
     sides = {"a": expand(workshop.home.runs, a), "b": expand(workshop.home.runs, b)}
-    for which, ids in sides.items():
+    for side, ids in sides.items():
         if not 1 <= len(ids) <= _MOST_RUNS:
-            raise InvalidValue(f"{which} names {len(ids)} runs.", hint=f"Name 1 to {_MOST_RUNS} on each side.")
-    drawn = [
-        _overlaid(workshop, items, followers, run_id, which, owner, buckets)
-        for which, ids in sides.items()
+            raise InvalidValue(f"{side} names {len(ids)} runs.", hint=f"Name 1 to {_MOST_RUNS} on each side.")
+    overlay = [
+        _overlaid(workshop, items, followers, run_id, side, owner, buckets)
+        for side, ids in sides.items()
         for run_id in ids
     ]
-    found, problem = None, None
+    comparison, problem = None, None
     try:
-        found = compared_sides(workshop, list(a), list(b)).data
+        comparison = compared_sides(workshop, list(a), list(b)).data
     except TopropeError as error:
         problem = Problem(clip(error.message, 1000), clip(error.hint, 400))
-    answer = found if isinstance(found, CompareAnswer) else None
-    told = answer.model_dump(mode="json") if answer is not None else {}
-    plain = {which: {"name": ", ".join(ids), "runs": ids, "seeds": [], "cost": None} for which, ids in sides.items()}
-    for which in sides:
-        if which in told:
-            plain[which] = {**told[which], "cost": told[which]["cost"].get("total")}
+    answer = comparison if isinstance(comparison, CompareAnswer) else None
+    fields = answer.model_dump(mode="json") if answer is not None else {}
+    shown_sides = {
+        side: {"name": ", ".join(ids), "runs": ids, "seeds": [], "cost": None} for side, ids in sides.items()
+    }
+    for side in sides:
+        if side in fields:
+            shown_sides[side] = {**fields[side], "cost": fields[side]["cost"].get("total")}
     return Compared(
         what="compare",
         at=time.time(),
-        a=plain["a"],
-        b=plain["b"],
+        a=shown_sides["a"],
+        b=shown_sides["b"],
         problem=problem,
-        tasks=told.get("tasks"),
-        split=told.get("split"),
-        sampled=told.get("sampled"),
-        greedy=told.get("greedy"),
-        remarks=told.get("remarks") or [],
-        runs=drawn,
+        tasks=fields.get("tasks"),
+        split=fields.get("split"),
+        sampled=fields.get("sampled"),
+        greedy=fields.get("greedy"),
+        remarks=fields.get("remarks") or [],
+        runs=overlay,
     )
 
 
@@ -181,14 +183,14 @@ def _overlaid(
 
 def sweeps(workshop: Workshop, items: Items) -> Sweeps:
     """All sweeps, newest first."""
-    found = []
-    for status in [one for one in workshop.statuses() if one.run_kind.starts_runs][:_MOST_SWEEPS]:
+    sweep_items = []
+    for status in [run for run in workshop.statuses() if run.run_kind.starts_runs][:_MOST_SWEEPS]:
         try:
-            plan, standing = _read(workshop, status.run_id)
+            plan, standing = _read_sweep(workshop, status.run_id)
         except (NotFound, Corrupt, InvalidValue):
             continue
         best = standing.best
-        found.append(
+        sweep_items.append(
             SweepItem(
                 run=items.item(status),
                 strategy=clip(plan.strategy, 60),
@@ -200,7 +202,7 @@ def sweeps(workshop: Workshop, items: Items) -> Sweeps:
                 best=None if best is None else {"id": best.candidate, "score": best.score},
             )
         )
-    return Sweeps(what="sweeps", at=time.time(), sweeps=found)
+    return Sweeps(what="sweeps", at=time.time(), sweeps=sweep_items)
 
 
 def sweep(workshop: Workshop, items: Items, run_id: str, *, most: int = _MOST_CANDIDATES) -> Sweep:
@@ -211,33 +213,38 @@ def sweep(workshop: Workshop, items: Items, run_id: str, *, most: int = _MOST_CA
         InvalidValue: It is no sweep.
     """
     status = workshop.runs.status(run_id)
-    plan, standing = _read(workshop, run_id)
-    live = {one.run_id: one for one in workshop.statuses()}
-    survived = {one for ids in standing.survivors.values() for one in ids}
+    plan, standing = _read_sweep(workshop, run_id)
+    live = {run.run_id: run for run in workshop.statuses()}
+    survived = {candidate_id for ids in standing.survivors.values() for candidate_id in ids}
     final = standing.final
     heldout: dict[str, Any] | None = None
     if final is not None:
         share = share_of(final.measured.model_dump()) if final.measured is not None else None
-        why = foreign(final.why, 300) if final.why else None
-        heldout = {"run_id": final.run_id, "accuracy": share, "why": why}
+        reason = foreign(final.why, 300) if final.why else None
+        heldout = {"run_id": final.run_id, "accuracy": share, "why": reason}
     best = standing.best
     return Sweep(
         what="sweep",
         at=time.time(),
         run=items.item(status),
         strategy=clip(plan.strategy, 60),
-        space=[{"field": clip(field, 80), "says": _says(one.model_dump())} for field, one in plan.space.items()],
+        space=[
+            {"field": clip(field, 80), "says": _describe_dimension(dimension.model_dump())}
+            for field, dimension in plan.space.items()
+        ],
         epochs=plan.epochs,
         epochs_completed=standing.epochs_completed,
         steps=standing.steps,
         most_steps=plan.total_steps or None,
-        candidates=[_candidate(standing, one, survived, live, items) for one in standing.ranked()[:most]],
+        candidates=[
+            _candidate(standing, candidate_id, survived, live, items) for candidate_id in standing.ranked()[:most]
+        ],
         best=None if best is None else best.candidate,
         heldout=heldout,
     )
 
 
-def _read(workshop: Workshop, run_id: str) -> tuple[SweepPlan, Standing]:
+def _read_sweep(workshop: Workshop, run_id: str) -> tuple[SweepPlan, Standing]:
     folder = workshop.runs.folder(run_id)
     plan = Specification.read(folder).sweep
     if plan is None:
@@ -245,34 +252,36 @@ def _read(workshop: Workshop, run_id: str) -> tuple[SweepPlan, Standing]:
     return plan, read_standing(folder)
 
 
-def _says(dimension: dict[str, Any]) -> str:
+def _describe_dimension(dimension: dict[str, Any]) -> str:
     if dimension.get("choices"):
-        return clip(" or ".join(value(one) for one in dimension["choices"]), 200)
+        return clip(" or ".join(value(choice) for choice in dimension["choices"]), 200)
     scale = ", on a logarithmic scale" if dimension.get("log") else ""
     return f"{number(dimension.get('low'))} to {number(dimension.get('high'))}{scale}"
 
 
 def _candidate(
-    standing: Standing, one: str, survived: set[str], statuses: dict[str, Status], items: Items
+    standing: Standing, candidate_id: str, survived: set[str], statuses: dict[str, Status], items: Items
 ) -> CandidateItem:
-    candidate, scored = standing.candidates[one], standing.scores.get(one)
-    run_id = standing.runs.get(one)
+    candidate, scored = standing.candidates[candidate_id], standing.scores.get(candidate_id)
+    run_id = standing.runs.get(candidate_id)
     status = None if run_id is None else statuses.get(run_id)
     return CandidateItem(
-        id=clip(one, 40),
+        id=clip(candidate_id, 40),
         run_id=run_id,
-        epoch=standing.born[one],
+        epoch=standing.born[candidate_id],
         parent=candidate.parent,
         continues=candidate.continues,
         values={
-            clip(name, 80): given if given is None or isinstance(given, bool | int | float) else foreign(given, 120)
-            for name, given in candidate.values.items()
+            clip(name, 80): setting
+            if setting is None or isinstance(setting, bool | int | float)
+            else foreign(setting, 120)
+            for name, setting in candidate.values.items()
         },
         score=scored.score if scored else None,
         accuracy=scored.measured.accuracy if scored else None,
-        line_steps=standing.line_steps(one),
+        line_steps=standing.line_steps(candidate_id),
         why=foreign(scored.why, 300) if scored is not None and scored.why else None,
-        survived=one in survived,
+        survived=candidate_id in survived,
         state=None if status is None else status.state,
         spark=None if status is None else items.item(status).spark,
     )

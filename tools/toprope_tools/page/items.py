@@ -44,26 +44,26 @@ class Remembered:
     def get(self, key: Any, rests_on: Any, make: Callable[[], _T]) -> _T:
         """The value of a key, made anew if `rests_on` differs from last time."""
         with self._lock:
-            known = self._known.get(key)
-            if known is not None and known[0] == rests_on:
+            entry = self._known.get(key)
+            if entry is not None and entry[0] == rests_on:
                 self._known.move_to_end(key)
-                found: _T = known[1]
-                return found
-        made = make()
+                remembered_value: _T = entry[1]
+                return remembered_value
+        new_value = make()
         with self._lock:
-            self._known[key] = (rests_on, made)
+            self._known[key] = (rests_on, new_value)
             if len(self._known) > self._most:
                 self._known.popitem(last=False)
-        return made
+        return new_value
 
 
 def stamp(path: os.PathLike[str]) -> tuple[int, int, int] | None:
     """Inode, time and size of a file, which change when it is written; None without a file."""
     try:
-        found = os.stat(path)
+        file_stat = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return file_stat.st_ino, file_stat.st_mtime_ns, file_stat.st_size
 
 
 class Items:
@@ -78,7 +78,7 @@ class Items:
 
     def item(self, status: Status, *, spark: bool = True) -> RunItem:
         """A run as an entry."""
-        found, environment = headline(status), clip(status.environment, 160)
+        accuracy, environment = headline(status), clip(status.environment, 160)
         title = environment.rpartition("/")[2].replace("_", " ") or status.run_id
         return RunItem(
             run_id=status.run_id,
@@ -91,8 +91,10 @@ class Items:
             created_at=status.created_at,
             started_at=status.started_at,
             ended_at=status.ended_at,
-            accuracy=None if found is None else _share(found.accuracy, found.low, found.high, found.tasks),
-            before=None if found is None else found.before,
+            accuracy=None
+            if accuracy is None
+            else _share(accuracy.accuracy, accuracy.low, accuracy.high, accuracy.tasks),
+            before=None if accuracy is None else accuracy.before,
             finding=_gravest(status),
             progress=self._progress(status),
             spark=self._spark(status) if spark else None,
@@ -105,18 +107,18 @@ class Items:
         return told_numbers(self._workshop, status.run_id)[0]
 
     def _progress(self, status: Status) -> Progress:
-        told = self.numbers(status)
-        eta = told.get("eta_s") if status.state == "training" else None
+        numbers = self.numbers(status)
+        eta = numbers.get("eta_s") if status.state == "training" else None
         return Progress(
-            step=_whole(told.get("step")),
-            total_steps=_whole(told.get("total_steps")),
-            reward=_real(told.get("reward")),
-            success=_real(told.get("success")),
+            step=_whole(numbers.get("step")),
+            total_steps=_whole(numbers.get("total_steps")),
+            reward=_real(numbers.get("reward")),
+            success=_real(numbers.get("success")),
             eta_s=_real(eta),
-            share=share_done(status.model_copy(update={"progress": dict(told)})),
-            what=clip(str(told["what"]), 80) if "what" in told else None,
-            done=_whole(told.get("done")),
-            total=_whole(told.get("total")),
+            share=share_done(status.model_copy(update={"progress": dict(numbers)})),
+            what=clip(str(numbers["what"]), 80) if "what" in numbers else None,
+            done=_whole(numbers.get("done")),
+            total=_whole(numbers.get("total")),
         )
 
     def _detail(self, run_id: str) -> str:
@@ -127,17 +129,17 @@ class Items:
         try:
             data = read_json(RunFolder(self._workshop.home.runs / run_id).spec)
             seed = data["config"]["algorithm"]["seed"]
-            beside = data.get("beside_preset") or {}
-            told = [
-                f"{name.rpartition('.')[2].replace('_', ' ')} {value(given[1])}"
-                for name, given in beside.items()
+            differences = data.get("beside_preset") or {}
+            changed_fields = [
+                f"{name.rpartition('.')[2].replace('_', ' ')} {value(values[1])}"
+                for name, values in differences.items()
                 if not name.startswith(_QUIET_FIELDS)
             ]
             member = data.get("member")
         except (NotFound, Corrupt, KeyError, TypeError, IndexError, AttributeError):
             return ""
         words = [f"candidate {member.get('candidate')}"] if isinstance(member, dict) else [f"seed {seed}"]
-        return clip(", ".join([*words, *told[:2]]), 80)
+        return clip(", ".join([*words, *changed_fields[:2]]), 80)
 
     def _spark(self, status: Status) -> list[float | None] | None:
         folder = RunFolder(self._workshop.home.runs / status.run_id)
@@ -164,7 +166,7 @@ def _curve(folder: RunFolder, column: str, until: int | None) -> list[float | No
     if not values:
         return None
     count = min(_SPARK, len(values))
-    return [_mean(values[one * len(values) // count : (one + 1) * len(values) // count]) for one in range(count)]
+    return [_mean(values[part * len(values) // count : (part + 1) * len(values) // count]) for part in range(count)]
 
 
 def _scores(folder: RunFolder) -> list[float | None] | None:
@@ -173,17 +175,17 @@ def _scores(folder: RunFolder) -> list[float | None] | None:
         standing = read_standing(folder)
     except Corrupt:
         return None
-    found: list[float | None] = []
-    for one in list(standing.scores.values())[-_SPARK:]:
-        last = found[-1] if found else None
-        known = [score for score in (last, one.score) if score is not None]
-        found.append(max(known, default=None))
-    return found or None
+    best_scores: list[float | None] = []
+    for score_entry in list(standing.scores.values())[-_SPARK:]:
+        previous = best_scores[-1] if best_scores else None
+        scores = [number for number in (previous, score_entry.score) if number is not None]
+        best_scores.append(max(scores, default=None))
+    return best_scores or None
 
 
 def _mean(values: list[float | None]) -> float | None:
-    known = [one for one in values if one is not None]
-    return float(f"{sum(known) / len(known):.4g}") if known else None
+    numbers = [number for number in values if number is not None]
+    return float(f"{sum(numbers) / len(numbers):.4g}") if numbers else None
 
 
 def _share(accuracy: float, low: float, high: float, tasks: int) -> Share:
@@ -192,15 +194,15 @@ def _share(accuracy: float, low: float, high: float, tasks: int) -> Share:
 
 def _gravest(status: Status) -> Gravest | None:
     for level in LEVELS:
-        for one in status.findings:
-            if one.level == level:
-                return Gravest(one.rule, level)
+        for finding in status.findings:
+            if finding.level == level:
+                return Gravest(finding.rule, level)
     return None
 
 
-def _whole(given: object) -> int | None:
-    return int(given) if isinstance(given, int | float) and not isinstance(given, bool) else None
+def _whole(data: object) -> int | None:
+    return int(data) if isinstance(data, int | float) and not isinstance(data, bool) else None
 
 
-def _real(given: object) -> float | None:
-    return float(given) if isinstance(given, int | float) and not isinstance(given, bool) else None
+def _real(data: object) -> float | None:
+    return float(data) if isinstance(data, int | float) and not isinstance(data, bool) else None

@@ -144,7 +144,7 @@ class EnvironmentPage(Answer, kw_only=True):
 def datasets(workshop: Workshop) -> Datasets:
     """All data sets of the home."""
     store = DatasetStore(workshop.home.datasets)
-    found = []
+    dataset_items = []
     for name in store.names():
         versions = []
         for version in reversed(store.versions(name)):
@@ -158,17 +158,17 @@ def datasets(workshop: Workshop) -> Datasets:
                     "version": version,
                     "made_at": record.made_at,
                     "items": record.items,
-                    "bytes": sum(one.bytes for one in record.files.values()),
+                    "bytes": sum(file.bytes for file in record.files.values()),
                     "description": foreign(record.description, 300),
                     "sources": sum(len(lineage.get(kind) or ()) for kind in ("runs", "datasets", "files")),
                 }
             )
-        found.append(DatasetItem(name, versions, store.inbox(name).is_file()))
+        dataset_items.append(DatasetItem(name, versions, store.inbox(name).is_file()))
     jobs = []
     for job in live_jobs(workshop.home):
-        standing = job.standing()
-        jobs.append({"id": job.id, "doing": foreign(standing.doing, 120), "read": standing.read, "kept": standing.kept})
-    return Datasets(what="datasets", at=time.time(), datasets=found, jobs=jobs)
+        progress = job.standing()
+        jobs.append({"id": job.id, "doing": foreign(progress.doing, 120), "read": progress.read, "kept": progress.kept})
+    return Datasets(what="datasets", at=time.time(), datasets=dataset_items, jobs=jobs)
 
 
 def dataset(workshop: Workshop, items: Items, name: str) -> Dataset:
@@ -192,16 +192,18 @@ def dataset(workshop: Workshop, items: Items, name: str) -> Dataset:
         dataset_version=record.dataset_version,
         made_at=record.made_at,
         items=record.items,
-        bytes=sum(one.bytes for one in record.files.values()),
+        bytes=sum(file.bytes for file in record.files.values()),
         digest=record.digest,
         description=foreign(record.description, 1000),
-        files=[{"name": one, **kept.model_dump(mode="json")} for one, kept in record.files.items()],
+        files=[{"name": file_name, **file.model_dump(mode="json")} for file_name, file in record.files.items()],
         counts=_counts(record.counts),
         made_of=_made_of(lineage),
         strategy=foreign(value(strategy), 400) if strategy else None,
         recipe=_recipe(lineage.get("recipe")),
         used_by=_used_by(workshop, items, version),
-        other_versions=[one for one in store.versions(record.name) if one != record.dataset_version],
+        other_versions=[
+            version_name for version_name in store.versions(record.name) if version_name != record.dataset_version
+        ],
         card=foreign(card, _CARD, lines=True),
     )
 
@@ -214,27 +216,31 @@ def _recipe(recipe: object) -> Foreign | None:
 
 def _counts(counts: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers alone, however deep; names are cleaned."""
-    found: dict[str, Any] = {}
-    for name, one in counts.items():
-        if isinstance(one, Mapping):
-            found[clip(str(name), 80)] = _counts(one)
-        elif isinstance(one, int | float):
-            found[clip(str(name), 80)] = one
-    return found
+    numbers: dict[str, Any] = {}
+    for name, count in counts.items():
+        if isinstance(count, Mapping):
+            numbers[clip(str(name), 80)] = _counts(count)
+        elif isinstance(count, int | float):
+            numbers[clip(str(name), 80)] = count
+    return numbers
 
 
 def _made_of(lineage: Mapping[str, Any]) -> list[Source]:
     runs = lineage.get("runs") or {}
-    found = [Source("run", foreign(name, 80), one.get("items")) for name, one in runs.items() if isinstance(one, dict)]
-    found += [Source("dataset", foreign(name, 80), None) for name in lineage.get("datasets") or ()]
-    found += [Source("file", foreign(name, 120), None) for name in lineage.get("files") or ()]
+    sources = [
+        Source("run", foreign(name, 80), run.get("items")) for name, run in runs.items() if isinstance(run, dict)
+    ]
+    sources += [Source("dataset", foreign(name, 80), None) for name in lineage.get("datasets") or ()]
+    sources += [Source("file", foreign(name, 120), None) for name in lineage.get("files") or ()]
     steps = (lineage.get("recipe") or {}).get("steps") or ()
-    return found + [Source("step", foreign(one.get("kind", "?"), 60), None) for one in steps if isinstance(one, dict)]
+    return sources + [
+        Source("step", foreign(step.get("kind", "?"), 60), None) for step in steps if isinstance(step, dict)
+    ]
 
 
 def _used_by(workshop: Workshop, items: Items, version: Version) -> list[RunItem]:
     """The runs that trained on a version, as their specifications name it."""
-    found = []
+    run_items = []
     for status in workshop.statuses():
         if not status.run_kind.demonstrates:
             continue
@@ -244,20 +250,22 @@ def _used_by(workshop: Workshop, items: Items, version: Version) -> list[RunItem
         except (NotFound, Corrupt, AttributeError):
             continue
         if isinstance(used, str) and Path(used).parent == version.path:
-            found.append(items.item(status, spark=False))
-    return found[:_MOST_RUNS]
+            run_items.append(items.item(status, spark=False))
+    return run_items[:_MOST_RUNS]
 
 
 def ledger(workshop: Workshop, items: Items) -> LedgerPage:
     """The whole ledger."""
-    kept = ledger_of(workshop)
-    statuses = {one.run_id: one for one in workshop.statuses()}
-    entries = [refreshed(workshop, one) for one in kept.entries(limit=_MOST_EXPERIMENTS)]
+    experiments = ledger_of(workshop)
+    statuses = {status.run_id: status for status in workshop.statuses()}
+    entries = [refreshed(workshop, entry) for entry in experiments.entries(limit=_MOST_EXPERIMENTS)]
     return LedgerPage(
         what="ledger",
         at=time.time(),
-        goals=[{"environment": clip(name, 160), "goal": foreign(goal, 600)} for name, goal in kept.goals().items()],
-        experiments=[_noted(one, statuses, items) for one in entries],
+        goals=[
+            {"environment": clip(name, 160), "goal": foreign(goal, 600)} for name, goal in experiments.goals().items()
+        ],
+        experiments=[_noted(entry, statuses, items) for entry in entries],
         handoff=foreign(handoff_of(workshop).text, 20_000, lines=True),
     )
 
@@ -272,8 +280,8 @@ def _noted(entry: Experiment, statuses: Mapping[str, Status], items: Items) -> N
         outcome=foreign(entry.outcome, 1000),
         decision=entry.decision,
         question=foreign(entry.question, 600) if entry.question else None,
-        runs=[items.item(statuses[one], spark=False) for one in entry.runs if one in statuses],
-        gone_runs=[one for one in entry.runs if one not in statuses],
+        runs=[items.item(statuses[run_id], spark=False) for run_id in entry.runs if run_id in statuses],
+        gone_runs=[run_id for run_id in entry.runs if run_id not in statuses],
         drafts=entry.drafts,
         accuracy=entry.accuracy,
     )
@@ -296,7 +304,7 @@ def environments(
     return Environments(
         what="environments",
         at=time.time(),
-        environments=[_environment(one, statuses) for one in entries[start:end]],
+        environments=[_environment(entry, statuses) for entry in entries[start:end]],
         total=len(entries),
         next_cursor=str(end) if end < len(entries) else None,
     )
@@ -308,13 +316,16 @@ def environment(workshop: Workshop, items: Items, remembered: Remembered, name: 
     Raises:
         NotFound: No environment has this name.
     """
-    entry = next((one for one in _entries(workshop, remembered, "") if one.name == name), None)
+    entry = next((candidate for candidate in _entries(workshop, remembered, "") if candidate.name == name), None)
     entry = entry or workshop.catalog.find(name)
-    statuses = [one for one in workshop.statuses() if one.environment == name]
-    kept = KeptChecks(workshop.home.path).find(name)
+    statuses = [status for status in workshop.statuses() if status.environment == name]
+    last_check = KeptChecks(workshop.home.path).find(name)
     checks = None
-    if kept is not None:
-        checks = [Check(clip(one.rule, 60), clip(one.level, 10), foreign(one.what, 400)) for one in kept.findings]
+    if last_check is not None:
+        checks = [
+            Check(clip(status.rule, 60), clip(status.level, 10), foreign(status.what, 400))
+            for status in last_check.findings
+        ]
     return EnvironmentPage(
         what="environment",
         at=time.time(),
@@ -322,9 +333,9 @@ def environment(workshop: Workshop, items: Items, remembered: Remembered, name: 
         ecosystem=clip(entry.ecosystem, 60),
         turns=entry.turns,
         checks=checks,
-        checked_at=None if kept is None else kept.at,
-        verdict=None if kept is None else clip(kept.verdict, 20),
-        runs_here=[items.item(one) for one in statuses[:_MOST_RUNS]],
+        checked_at=None if last_check is None else last_check.at,
+        verdict=None if last_check is None else clip(last_check.verdict, 20),
+        runs_here=[items.item(status) for status in statuses[:_MOST_RUNS]],
     )
 
 
@@ -335,16 +346,16 @@ def _entries(workshop: Workshop, remembered: Remembered, query: str) -> list[Ent
 
 
 def _environment(entry: Entry, statuses: Iterable[Status]) -> EnvironmentItem:
-    own = [one for one in statuses if one.environment == entry.name]
-    measured = [found for one in own if (found := headline(one)) is not None and found.heldout]
-    best = max(measured, key=lambda one: one.accuracy, default=None)
+    own_statuses = [status for status in statuses if status.environment == entry.name]
+    measured = [accuracy for status in own_statuses if (accuracy := headline(status)) is not None and accuracy.heldout]
+    best = max(measured, key=lambda status: status.accuracy, default=None)
     return EnvironmentItem(
         name=entry.name,
         origin=clip(entry.source, 40),
         summary=foreign(entry.description, 400),
-        tags=[clip(one, 40) for one in entry.tags[:12]],
+        tags=[clip(status, 40) for status in entry.tags[:12]],
         usable=entry.usable,
         why_not=foreign(entry.problem, 400) if entry.problem else None,
-        runs=len(own),
+        runs=len(own_statuses),
         best=None if best is None else Share(best.accuracy, best.low, best.high, best.tasks),
     )

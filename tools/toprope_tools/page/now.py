@@ -52,19 +52,19 @@ _LABELS = {
 def now(workshop: Workshop, items: Items, remembered: Remembered, *, owner: bool, read_only: bool) -> shapes.Now:
     """The whole screen; a client's page is not shown what waits for the owner, nor the diary."""
     statuses = workshop.statuses()
-    own = [one for one in statuses if sweep_of(one.run_id) is None]
-    live = [one for one in statuses if not one.ended]
-    ended = [one.ended_at for one in statuses if one.ended_at is not None]
+    outside_sweeps = [status for status in statuses if sweep_of(status.run_id) is None]
+    live = [status for status in statuses if not status.ended]
+    ended = [status.ended_at for status in statuses if status.ended_at is not None]
     sums = _today(workshop, remembered, statuses)
-    over = [one for one in own if one.ended]
+    over = [status for status in outside_sweeps if status.ended]
     return shapes.Now(
         what="now",
         at=time.time(),
         read_only=read_only,
         may_act=owner and not read_only,
         waiting=_waiting(workshop) if owner else [],
-        live=[items.item(one) for one in live[:_MOST_LIVE]],
-        best=remembered.get("best", [(one.run_id, one.ended_at) for one in over], lambda: _best(items, over)),
+        live=[items.item(status) for status in live[:_MOST_LIVE]],
+        best=remembered.get("best", [(status.run_id, status.ended_at) for status in over], lambda: _best(items, over)),
         diary=_diary(workshop, remembered) if owner else [],
         rope=_rope(workshop, sums, len(live)),
         last_end=max(ended, default=None),
@@ -73,7 +73,7 @@ def now(workshop: Workshop, items: Items, remembered: Remembered, *, owner: bool
         counts={
             "runs": len(statuses),
             "live": len(live),
-            "sweeps": sum(one.run_kind.starts_runs for one in statuses),
+            "sweeps": sum(status.run_kind.starts_runs for status in statuses),
         },
     )
 
@@ -88,66 +88,85 @@ def runs(
     """
     if state not in ("any", "live", "ended"):
         raise InvalidValue(f"state is any, live or ended, not {clip(state, 40)!r}.")
-    found = select_runs(workshop.statuses(), state, query)
+    statuses = select_runs(workshop.statuses(), state, query)
     if not query:
-        found = [one for one in found if sweep_of(one.run_id) is None]
-    _, page, more = page_of(found, cursor, _PAGE)
-    told = [items.item(one) for one in page]
-    return shapes.Runs(what="runs", at=time.time(), runs=told, total=len(found), next_cursor=more)
+        statuses = [status for status in statuses if sweep_of(status.run_id) is None]
+    _, page, next_cursor = page_of(statuses, cursor, _PAGE)
+    run_items = [items.item(status) for status in page]
+    return shapes.Runs(what="runs", at=time.time(), runs=run_items, total=len(statuses), next_cursor=next_cursor)
 
 
 def _waiting(workshop: Workshop) -> list[shapes.Ask]:
     return [
-        shapes.Ask(one.hash, one.text, one.at, one.at + EXPIRES_S, one.approved, one.details or None)
-        for one in Approvals(workshop.home).pending()
+        shapes.Ask(
+            approval.hash,
+            approval.text,
+            approval.at,
+            approval.at + EXPIRES_S,
+            approval.approved,
+            approval.details or None,
+        )
+        for approval in Approvals(workshop.home).pending()
     ]
 
 
 def _best(items: Items, statuses: Sequence[Status]) -> list[shapes.Best]:
     """The runs with the highest held-out accuracy, each environment's best before the second best of another."""
-    measured = [(found, one) for one in statuses if (found := headline(one)) is not None and found.heldout]
+    measured = [
+        (accuracy, status) for status in statuses if (accuracy := headline(status)) is not None and accuracy.heldout
+    ]
     measured.sort(key=lambda pair: -pair[0].accuracy)
     ranks: dict[str, int] = {}
     ordered = []
-    for place, (_, one) in enumerate(measured):
-        ranks[one.environment] = ranks.get(one.environment, 0) + 1
-        ordered.append((ranks[one.environment] > 3, place, one))
+    for place, (_, status) in enumerate(measured):
+        ranks[status.environment] = ranks.get(status.environment, 0) + 1
+        ordered.append((ranks[status.environment] > 3, place, status))
     best = []
-    for _, _, one in sorted(ordered, key=lambda entry: entry[:2])[:_MOST_BEST]:
-        item = items.item(one, spark=False)
+    for _, _, status in sorted(ordered, key=lambda entry: entry[:2])[:_MOST_BEST]:
+        item = items.item(status, spark=False)
         if item.accuracy is not None:
-            best.append(shapes.Best(item, share_of(one.evaluations.get("before") or {}), item.accuracy))
+            best.append(shapes.Best(item, share_of(status.evaluations.get("before") or {}), item.accuracy))
     return best
 
 
 def _diary(workshop: Workshop, remembered: Remembered) -> list[shapes.Call]:
     trail = AuditTrail(workshop.home.path)
-    return remembered.get("diary", stamp(trail.path), lambda: [_call(one) for one in trail.newest(_MOST_CALLS)])
+    return remembered.get("diary", stamp(trail.path), lambda: [_call(entry) for entry in trail.newest(_MOST_CALLS)])
 
 
 def _call(entry: Mapping[str, Any]) -> shapes.Call:
-    by, given = entry.get("by"), entry.get("arguments")
-    who = " ".join(str(one) for one in by.values()) if isinstance(by, dict) else ""
-    arguments = ", ".join(f"{name}={value(one)}" for name, one in given.items()) if isinstance(given, dict) else ""
-    if isinstance(given, list):
-        arguments = " ".join(map(str, given))
+    by, call_arguments = entry.get("by"), entry.get("arguments")
+    caller = " ".join(str(part) for part in by.values()) if isinstance(by, dict) else ""
+    arguments = (
+        ", ".join(f"{name}={value(argument)}" for name, argument in call_arguments.items())
+        if isinstance(call_arguments, dict)
+        else ""
+    )
+    if isinstance(call_arguments, list):
+        arguments = " ".join(map(str, call_arguments))
     ids: list[str] = []
-    for source in (entry.get("changed"), given):
+    for source in (entry.get("changed"), call_arguments):
         for name in ("run_id", "run_ids"):
-            named = source.get(name) if isinstance(source, dict) else None
-            ids += [one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)]
+            named_runs = source.get(name) if isinstance(source, dict) else None
+            ids += [
+                run_id
+                for run_id in (named_runs if isinstance(named_runs, list) else [named_runs])
+                if isinstance(run_id, str)
+            ]
     outcome = str(entry.get("outcome"))
-    seconds, took = entry.get("seconds"), entry.get("ms")
+    seconds, milliseconds = entry.get("seconds"), entry.get("ms")
     return shapes.Call(
         n=int(entry.get("n") or 0),
         at=float(entry.get("at") or 0),
-        by=foreign(who, 80),
+        by=foreign(caller, 80),
         tool=foreign(entry.get("did", ""), 80),
         arguments=foreign(arguments, 300),
         outcome=outcome if outcome in ("done", "refused", "failed", "asked") else "failed",
         said=foreign(entry["said"], 300) if entry.get("said") else None,
-        ms=took if isinstance(took, int | float) else (1000 * seconds if isinstance(seconds, int | float) else None),
-        run_ids=list(dict.fromkeys(one[:64] for one in ids))[:16],
+        ms=milliseconds
+        if isinstance(milliseconds, int | float)
+        else (1000 * seconds if isinstance(seconds, int | float) else None),
+        run_ids=list(dict.fromkeys(run_id[:64] for run_id in ids))[:16],
     )
 
 
@@ -155,19 +174,25 @@ def _today(workshop: Workshop, remembered: Remembered, statuses: Sequence[Status
     """Use of the day and of the disk, over all runs. The account of an ended run is read once a day."""
 
     def read() -> dict[str, float | None]:
-        ended = {one.run_id: one.ended_at for one in statuses if one.ended_at is not None}
-        kept: dict[str, tuple[float, Account]] = remembered.get("accounts", day_of(time.time()), dict)
-        known = {name: one for name, (at, one) in kept.items() if ended.get(name) == at}
+        ended = {status.run_id: status.ended_at for status in statuses if status.ended_at is not None}
+        ended_accounts: dict[str, tuple[float, Account]] = remembered.get("accounts", day_of(time.time()), dict)
+        known = {name: account for name, (at, account) in ended_accounts.items() if ended.get(name) == at}
         accounts = read_accounts(workshop.home.runs, leave_out=known)
-        kept.update({one.run_id: (ended[one.run_id], one) for one in accounts if one.run_id in ended and not one.live})
+        ended_accounts.update(
+            {
+                account.run_id: (ended[account.run_id], account)
+                for account in accounts
+                if account.run_id in ended and not account.live
+            }
+        )
         accounts += known.values()
-        costs = [one.used_today["cost_usd"] for one in accounts if "cost_usd" in one.used_today]
+        costs = [account.used_today["cost_usd"] for account in accounts if "cost_usd" in account.used_today]
         return {
-            "runs": float(sum(one.started_today and one.is_run for one in accounts)),
-            "cpu_hours": sum(one.used_today.get("cpu_hours", 0.0) for one in accounts),
-            "gpu_hours": sum(one.used_today.get("gpu_hours", 0.0) for one in accounts),
+            "runs": float(sum(account.started_today and account.is_run for account in accounts)),
+            "cpu_hours": sum(account.used_today.get("cpu_hours", 0.0) for account in accounts),
+            "gpu_hours": sum(account.used_today.get("gpu_hours", 0.0) for account in accounts),
             "cost_usd": sum(costs) if costs else None,
-            "disk_gb": sum(spent(one.usage)["disk_gb"] for one in accounts),
+            "disk_gb": sum(spent(account.usage)["disk_gb"] for account in accounts),
         }
 
     return remembered.get("today", int(time.monotonic() / _ACCOUNTS_S), read)
@@ -188,16 +213,18 @@ def _rope(workshop: Workshop, sums: Mapping[str, float | None], live: int) -> sh
         confirm=_confirm(limits),
         limits=[
             shapes.Limited(
-                one.name,
-                _LABELS.get(one.name, one.name),
-                UNITS.get(one.name.rpartition(".")[2], ""),
-                one.max,
-                used.get(one.name),
-                foreign(one.reason, 200) if one.reason else None,
+                limit.name,
+                _LABELS.get(limit.name, limit.name),
+                UNITS.get(limit.name.rpartition(".")[2], ""),
+                limit.max,
+                used.get(limit.name),
+                foreign(limit.reason, 200) if limit.reason else None,
             )
-            for one in limits
+            for limit in limits
         ],
-        locks=[shapes.Held(clip(one.field, 120), foreign(one.says, 120), foreign(one.reason, 300)) for one in locks],
+        locks=[
+            shapes.Held(clip(lock.field, 120), foreign(lock.says, 120), foreign(lock.reason, 300)) for lock in locks
+        ],
         folder=folder,
     )
 
@@ -210,16 +237,16 @@ def _confirm(limits: Limits) -> str:
 
 
 def _frozen(workshop: Workshop) -> shapes.Frozen | None:
-    found = frozen_since(workshop.home.path)
-    return None if found is None else shapes.Frozen(foreign(found[1], 300), found[0])
+    freeze = frozen_since(workshop.home.path)
+    return None if freeze is None else shapes.Frozen(foreign(freeze[1], 300), freeze[0])
 
 
-def text_of(told: shapes.Now) -> str:
+def text_of(screen: shapes.Now) -> str:
     """The screen in a few lines, for clients that show no page."""
-    lines = [f"{told.counts['runs']} runs, {told.counts['live']} live."]
-    for one in told.live[:5]:
-        step = f", step {one.progress.step}" if one.progress.step is not None else ""
-        lines.append(f"{one.run_id}: {one.state}{step}")
-    for best in told.best[:3]:
+    lines = [f"{screen.counts['runs']} runs, {screen.counts['live']} live."]
+    for item in screen.live[:5]:
+        step = f", step {item.progress.step}" if item.progress.step is not None else ""
+        lines.append(f"{item.run_id}: {item.state}{step}")
+    for best in screen.best[:3]:
         lines.append(f"{best.run.run_id}: held-out accuracy {100 * best.accuracy.value:.1f}%")
     return "\n".join(lines)

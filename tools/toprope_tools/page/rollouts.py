@@ -138,37 +138,37 @@ def rollouts(
         raise InvalidValue(f"order is one of {', '.join(_ORDERS)}, not {clip(order, 40)!r}.")
     folder = workshop.runs.folder(run_id)
     if not Specification.read(folder).run_kind.samples:
-        return _none(run_id, order, "Runs of this kind store no rollouts.")
-    after = None
+        return _without_groups(run_id, order, "Runs of this kind store no rollouts.")
+    position = None
     if cursor is not None:
         value, _, seq = cursor.partition("/")
         try:
-            after = float(value), int(seq)
+            position = float(value), int(seq)
         except ValueError:
             raise InvalidValue("That is not a cursor of this page.", hint="Omit it for the first page.") from None
-    query = Query(order=cast("Order", order), task=task, part=part, failed=failed, after=after, limit=_PAGE)
-    found = find_rollouts(folder, query)
-    why = None
-    if not found.groups:
-        why = "No rollouts match." if found.scanned else "No rollouts are journaled yet."
-        if order == "most_changed" and found.matching:
-            why = "No task was played twice so far, so nothing can have changed."
-    last = found.groups[-1].key if found.groups else None
+    query = Query(order=cast("Order", order), task=task, part=part, failed=failed, after=position, limit=_PAGE)
+    page = find_rollouts(folder, query)
+    reason_for_none = None
+    if not page.groups:
+        reason_for_none = "No rollouts match." if page.scanned else "No rollouts are journaled yet."
+        if order == "most_changed" and page.matching:
+            reason_for_none = "No task was played twice so far, so nothing can have changed."
+    last_key = page.groups[-1].key if page.groups else None
     return Rollouts(
         what="rollouts",
         at=time.time(),
         run_id=run_id,
         order=order,
-        groups=[_found(one, query, characters) for one in found.groups],
-        matching=found.matching,
-        scanned=found.scanned,
-        complete=found.complete,
-        next_cursor=f"{last[0]!r}/{last[1]}" if last is not None and found.more else None,
-        why_none=why,
+        groups=[_group_item(group, query, characters) for group in page.groups],
+        matching=page.matching,
+        scanned=page.scanned,
+        complete=page.complete,
+        next_cursor=f"{last_key[0]!r}/{last_key[1]}" if last_key is not None and page.more else None,
+        why_none=reason_for_none,
     )
 
 
-def _none(run_id: str, order: str, why: str) -> Rollouts:
+def _without_groups(run_id: str, order: str, reason: str) -> Rollouts:
     return Rollouts(
         what="rollouts",
         at=time.time(),
@@ -179,12 +179,12 @@ def _none(run_id: str, order: str, why: str) -> Rollouts:
         scanned=0,
         complete=True,
         next_cursor=None,
-        why_none=why,
+        why_none=reason,
     )
 
 
-def _found(one: FoundGroup, query: Query, characters: int) -> Found:
-    entry, group = one.entry, one.group
+def _group_item(found: FoundGroup, query: Query, characters: int) -> Found:
+    entry, group = found.entry, found.group
     prompt = None if group is None else prompt_of(group)
     changed = query.order == "most_changed"
     which = {"best": [-1], "worst": [0], "newest": [-1, 0]}.get(query.order, [])
@@ -195,12 +195,12 @@ def _found(one: FoundGroup, query: Query, characters: int) -> Found:
         successes=entry.wins,
         size=entry.size,
         prompt=None if prompt is None else foreign(prompt, characters),
-        then=next(iter(_picked(one.before, [], query, characters)), None) if changed else None,
+        then=next(iter(_picked(found.before, [], query, characters)), None) if changed else None,
         shown=_picked(group, which, query, characters),
     )
 
 
-def _picked(group: Group | None, which: Sequence[int], query: Query, characters: int) -> list[Shown]:
+def _picked(group: Group | None, ranks: Sequence[int], query: Query, characters: int) -> list[Shown]:
     """The rollouts at these places in the order of worth; the middle one if none is named."""
     if group is None:
         return []
@@ -213,11 +213,11 @@ def _picked(group: Group | None, which: Sequence[int], query: Query, characters:
     ordered = sorted(range(len(outcomes)), key=worth)
     if query.failed:
         ordered = [place for place in ordered if is_failed(group, outcomes, place)] or ordered
-    places = [ordered[one] for one in which] if which else ordered[len(ordered) // 2 : len(ordered) // 2 + 1]
-    return [_shown(group, outcomes, place, characters) for place in dict.fromkeys(places)] if ordered else []
+    places = [ordered[rank] for rank in ranks] if ranks else ordered[len(ordered) // 2 : len(ordered) // 2 + 1]
+    return [_rollout_item(group, outcomes, place, characters) for place in dict.fromkeys(places)] if ordered else []
 
 
-def _shown(group: Group, outcomes: Sequence[Outcome], place: int, characters: int) -> Shown:
+def _rollout_item(group: Group, outcomes: Sequence[Outcome], place: int, characters: int) -> Shown:
     outcome, text = outcomes[place], answer_of(group, place)
     return Shown(
         reward=round(outcome.reward, 4),
@@ -234,7 +234,7 @@ def _outcomes(group: Group) -> list[Outcome]:
 
 
 def _parts(outcome: Outcome) -> list[Part]:
-    return [Part(foreign(name, 60), round(one, 4)) for name, one in sorted(outcome.parts.items())[:8]]
+    return [Part(foreign(name, 60), round(part_value, 4)) for name, part_value in sorted(outcome.parts.items())[:8]]
 
 
 def whole_group(
@@ -254,14 +254,14 @@ def whole_group(
     group, _, complete = find_group(folder, seq)
     words = None if group is None else RunReader(folder).words_of(group)
     if group is None or words is None:
-        more = "" if complete else " Not all groups are indexed yet: ask again."
-        raise NotFound(f"{run_id} has no readable group {seq}.{more}", hint="The list of rollouts names groups.")
+        advice = "" if complete else " Not all groups are indexed yet: ask again."
+        raise NotFound(f"{run_id} has no readable group {seq}.{advice}", hint="The list of rollouts names groups.")
     outcomes = _outcomes(group)
     start = 0 if cursor is None else int(cursor) if cursor.isdecimal() and len(cursor) < 7 else -1
     if not 0 <= start < max(1, len(outcomes)):
         raise InvalidValue("That is not a cursor of this group.", hint="Omit it for the first page.")
     end = min(len(outcomes), start + (page or _GROUP_PAGE))
-    sources = {one.source for one in words[start:end]}
+    sources = {rollout_words.source for rollout_words in words[start:end]}
     note = "Texts were cut when they were stored." if "cut" in sources else None
     return WholeGroup(
         what="group",
@@ -286,16 +286,16 @@ def whole_group(
         ],
         note="No text was kept (logging.keep_rollouts)." if sources == {"none"} else note,
         size=len(outcomes),
-        successes=sum(one.success for one in outcomes),
+        successes=sum(outcome.success for outcome in outcomes),
         next_cursor=str(end) if end < len(outcomes) else None,
     )
 
 
 def _messages(words: str | list[dict[str, Any]], characters: int) -> list[Message]:
     return [
-        Message(foreign(one.get("role", ""), 20), foreign(said(one), characters, lines=True))
-        for one in as_talk(words)
-        if said(one)
+        Message(foreign(message.get("role", ""), 20), foreign(said(message), characters, lines=True))
+        for message in as_talk(words)
+        if said(message)
     ]
 
 
@@ -309,11 +309,11 @@ def log(workshop: Workshop, run_id: str, component: str, *, lines: int = 200) ->
     folder = workshop.runs.folder(run_id)
     require_log(folder, component)
     secrets = owners_secrets(workshop)
-    found = workshop.runs.read_log(run_id, component, lines=max(1, min(lines, 500)), secrets=secrets)
+    log_tail = workshop.runs.read_log(run_id, component, lines=max(1, min(lines, 500)), secrets=secrets)
     return Log(
         what="log",
         at=time.time(),
         run_id=run_id,
         component=component,
-        lines=[foreign(line, 500, lines=True) for line in found.lines],
+        lines=[foreign(line, 500, lines=True) for line in log_tail.lines],
     )

@@ -34,7 +34,7 @@ _FOLLOW_S, _FOLLOW_ON_S = 0.3, 1.0
 
 def fixed_part(workshop: Workshop, specification: Specification) -> shapes.RunFixed:
     """The part that stays while the run lives."""
-    config, beside = specification.config, specification
+    config, origin = specification.config, specification
     return shapes.RunFixed(
         preset=specification.preset,
         model=clip(config.policy.model, 200),
@@ -42,11 +42,11 @@ def fixed_part(workshop: Workshop, specification: Specification) -> shapes.RunFi
         seed=config.algorithm.seed,
         settings=_settings(specification),
         lineage={
-            "base_run": beside.base_run,
-            "continues": None if beside.continues is None else beside.continued_run,
-            "reproduces": beside.reproduces,
-            "dataset": None if beside.dataset is None else clip(beside.dataset.name, 80),
-            "sweep": None if beside.member is None else beside.member.sweep,
+            "base_run": origin.base_run,
+            "continues": None if origin.continues is None else origin.continued_run,
+            "reproduces": origin.reproduces,
+            "dataset": None if origin.dataset is None else clip(origin.dataset.name, 80),
+            "sweep": None if origin.member is None else origin.member.sweep,
         },
         limits=[
             {"quantity": quantity, "cap": cap.value}
@@ -59,27 +59,27 @@ def fixed_part(workshop: Workshop, specification: Specification) -> shapes.RunFi
 def _settings(specification: Specification) -> list[shapes.Setting]:
     usual = values_of(Config())
     return [
-        _setting(specification, name, given, usual.get(name))
-        for name, given in values_of(specification.config).items()
-        if name not in usual or given != usual[name] or name in specification.locks
+        _setting(specification, name, setting, usual.get(name))
+        for name, setting in values_of(specification.config).items()
+        if name not in usual or setting != usual[name] or name in specification.locks
     ]
 
 
-def _setting(specification: Specification, name: str, given: Any, usual: Any) -> shapes.Setting:
+def _setting(specification: Specification, name: str, setting: Any, usual: Any) -> shapes.Setting:
     lock = specification.locks.get(name)
-    says = None
+    bounds_text = None
     if isinstance(lock, dict):
         bounds = [f"≥ {lock['min']}"] if "min" in lock else []
         bounds += [f"≤ {lock['max']}"] if "max" in lock else []
-        says = clip(" ".join(bounds), 60) if bounds else "fixed"
+        bounds_text = clip(" ".join(bounds), 60) if bounds else "fixed"
     reason = foreign(lock.get("reason", ""), 200) if isinstance(lock, dict) else None
-    return shapes.Setting(clip(name, 80), _plain(given), _plain(usual), says, reason)
+    return shapes.Setting(clip(name, 80), _plain(setting), _plain(usual), bounds_text, reason)
 
 
-def _plain(given: Any) -> Foreign | Value:
-    if given is None or isinstance(given, bool | int | float):
-        return given
-    return foreign(given if isinstance(given, str) else value(given), 200)
+def _plain(data: Any) -> Foreign | Value:
+    if data is None or isinstance(data, bool | int | float):
+        return data
+    return foreign(data if isinstance(data, str) else value(data), 200)
 
 
 class RunLooks:
@@ -104,21 +104,21 @@ class RunLooks:
             Corrupt: Its records cannot be read.
             InvalidValue: Not a cursor.
         """
-        seq, generation, seen = _places(after)
+        seq, generation, rows_seen = _places(after)
         workshop, folder = self._workshop, self._workshop.runs.folder(run_id)
         status = workshop.runs.status(run_id)
         events = workshop.runs.events(run_id)
         numbers = self._items.numbers(status)
         until = None if self._owner or status.ended else int(numbers.get("step") or 0)
-        piece = self._piece(folder, status, generation, seen, until)
+        piece = self._piece(folder, status, generation, rows_seen, until)
         if piece is not None:
-            generation, seen = piece.generation, piece.rows
+            generation, rows_seen = piece.generation, piece.rows
         new = [event for event in events if event.seq > seq]
-        told = new if after is not None else new[-_EVENTS:]
+        shown_events = new if after is not None else new[-_EVENTS:]
         results = _results(folder) if status.ended else None
-        last = events[-1].seq if events else 0
+        last_seq = events[-1].seq if events else 0
         return shapes.RunLive(
-            cursor=f"{last}.{generation}.{seen}",
+            cursor=f"{last_seq}.{generation}.{rows_seen}",
             run=self._items.item(status),
             state=shapes.Standing(
                 reason=foreign(status.reason, 400) if status.reason else None,
@@ -137,8 +137,15 @@ class RunLooks:
             ][-_EVENTS:],
             findings=findings_of(events, status),
             crew=[
-                shapes.Member(clip(name, 40), one.state, one.since, one.restarts, one.worker_restarts, one.exit_code)
-                for name, one in status.crew.items()
+                shapes.Member(
+                    clip(name, 40),
+                    member.state,
+                    member.since,
+                    member.restarts,
+                    member.worker_restarts,
+                    member.exit_code,
+                )
+                for name, member in status.crew.items()
             ],
             account=_account(status),
             failure=_failure(status),
@@ -146,17 +153,19 @@ class RunLooks:
                 "stop": self._may_act and not status.ended,
                 "resume": self._may_act and self._owner and status.state in RESUMABLE,
             },
-            events=[_happened(event) for event in told],
-            events_before=len(new) - len(told),
+            events=[_happened(event) for event in shown_events],
+            events_before=len(new) - len(shown_events),
             series=None if piece is None else series_of(piece),
         )
 
-    def _piece(self, folder: RunFolder, status: Status, generation: int, seen: int, until: int | None) -> Piece | None:
+    def _piece(
+        self, folder: RunFolder, status: Status, generation: int, rows_seen: int, until: int | None
+    ) -> Piece | None:
         if not status.run_kind.trains:
             return None
         follower = self._followers.of(folder.metrics)
         follower.read(_FOLLOW_ON_S if generation else _FOLLOW_S)
-        return follower.piece(generation, seen, most=self._buckets, until=until)
+        return follower.piece(generation, rows_seen, most=self._buckets, until=until)
 
 
 def series_of(piece: Piece) -> shapes.Series:
@@ -169,14 +178,17 @@ def series_of(piece: Piece) -> shapes.Series:
         last_step=piece.last_step,
         complete=piece.complete,
         x=piece.x,
-        columns={name: {"mean": one.mean, "low": one.low, "high": one.high} for name, one in piece.columns.items()},
+        columns={
+            name: {"mean": column.mean, "low": column.low, "high": column.high}
+            for name, column in piece.columns.items()
+        },
         names={f"part:{place}": foreign(name, 60) for place, name in enumerate(piece.parts)},
     )
 
 
 def findings_of(events: Sequence[Event], status: Status) -> list[shapes.Span]:
     """The findings of a run with the steps over which they held; open ones first, the gravest first."""
-    found: list[shapes.Span] = []
+    spans: list[shapes.Span] = []
     open_now: dict[str, shapes.Span] = {}
     for event in events:
         if event.kind != "finding":
@@ -188,15 +200,20 @@ def findings_of(events: Sequence[Event], status: Status) -> list[shapes.Span]:
                 span.to_step, span.open = step, False
             continue
         span = _span(rule, data, step)
-        if (known := open_now.get(rule)) is not None:
-            span.from_step = known.from_step
-            found.remove(known)
+        if (earlier := open_now.get(rule)) is not None:
+            span.from_step = earlier.from_step
+            spans.remove(earlier)
         open_now[rule] = span
-        found.append(span)
-    present = {one.rule for one in status.findings}
+        spans.append(span)
+    present = {finding.rule for finding in status.findings}
     for rule, span in open_now.items():
         span.open = span.open and rule in present
-    return sorted(found, key=lambda one: (not one.open, LEVELS.index(one.level) if one.level in LEVELS else 9))
+    return sorted(spans, key=_rank)
+
+
+def _rank(span: shapes.Span) -> tuple[bool, int]:
+    """Open findings first, the gravest first."""
+    return not span.open, LEVELS.index(span.level) if span.level in LEVELS else 9
 
 
 def _span(rule: str, data: Mapping[str, Any], step: int | None) -> shapes.Span:
@@ -205,7 +222,7 @@ def _span(rule: str, data: Mapping[str, Any], step: int | None) -> shapes.Span:
         rule=rule,
         level=str(data.get("level", "note")),
         what=clip(str(data.get("what", "")), 400),
-        observed={clip(str(name), 60): _plain(one) for name, one in (observed or {}).items()},
+        observed={clip(str(name), 60): _plain(figure) for name, figure in (observed or {}).items()},
         threshold=clip(str(data.get("threshold", "")), 300),
         source=clip(str(data.get("source", "")), 300),
         confidence=clip(str(data.get("confidence", "")), 10),
@@ -228,32 +245,32 @@ def _places(after: str | None) -> tuple[int, int, int]:
 
 def share_of(summary: Mapping[str, Any], name: str = "accuracy") -> Share | None:
     """The accuracy in an evaluation's summary with its interval."""
-    share, found = summary.get(name), measured_share(summary, name)
-    if found is None:
+    share, measured = summary.get(name), measured_share(summary, name)
+    if measured is None:
         return Share(float(share)) if isinstance(share, int | float) else None
-    return Share(found.value, found.low, found.high, found.n)
+    return Share(measured.value, measured.low, measured.high, measured.n)
 
 
 def _verdict(status: Status) -> shapes.Verdict | None:
-    found = headline(status)
-    label = next((one for one in ("after", HELDOUT, "test") if one in status.evaluations), None)
-    if found is None or label is None:
+    accuracy = headline(status)
+    label = next((name for name in ("after", HELDOUT, "test") if name in status.evaluations), None)
+    if accuracy is None or label is None:
         return None
-    before, after = status.evaluations.get("before") or {}, status.evaluations[label]
-    first = share_of(before) if label == "after" else None
-    last = share_of(after)
+    summary_before, summary_after = status.evaluations.get("before") or {}, status.evaluations[label]
+    share_before = share_of(summary_before) if label == "after" else None
+    share_after = share_of(summary_after)
     words = ""
-    if first is not None and last is not None and first.tasks and last.tasks:
-        ends = [wilson(one.value * one.tasks, one.tasks) for one in (first, last)]
+    if share_before is not None and share_after is not None and share_before.tasks and share_after.tasks:
+        ends = [wilson(share.value * share.tasks, share.tasks) for share in (share_before, share_after)]
         moved = "rose" if rose(*ends) else "fell" if rose(*reversed(ends)) else ""
         words = f"{moved} by more than the intervals" if moved else "no difference shown"
-    where = f"held-out accuracy, {found.tasks} sealed tasks" if found.heldout else accuracy_on(found.split)
+    measure = f"held-out accuracy, {accuracy.tasks} sealed tasks" if accuracy.heldout else accuracy_on(accuracy.split)
     return shapes.Verdict(
-        split=found.split,
-        before=first,
-        after=last,
-        greedy=share_of(after, "greedy_accuracy"),
-        sentence=" · ".join(filter(None, (where, words))),
+        split=accuracy.split,
+        before=share_before,
+        after=share_after,
+        greedy=share_of(summary_after, "greedy_accuracy"),
+        sentence=" · ".join(filter(None, (measure, words))),
     )
 
 
@@ -282,10 +299,10 @@ def _facts(
 
 def _results(folder: RunFolder) -> Mapping[str, Any] | None:
     try:
-        found = read_json(folder.results)
+        results = read_json(folder.results)
     except (NotFound, Corrupt):
         return None
-    return found if isinstance(found, dict) else None
+    return results if isinstance(results, dict) else None
 
 
 def _integrity(results: Mapping[str, Any] | None) -> list[shapes.Check] | None:
@@ -293,18 +310,20 @@ def _integrity(results: Mapping[str, Any] | None) -> list[shapes.Check] | None:
     if not isinstance(checks, list):
         return None
     return [
-        shapes.Check(clip(str(one.get("name")), 40), clip(str(one.get("state")), 10), clip(str(one.get("what")), 400))
-        for one in checks
-        if isinstance(one, dict)
+        shapes.Check(
+            clip(str(check.get("name")), 40), clip(str(check.get("state")), 10), clip(str(check.get("what")), 400)
+        )
+        for check in checks
+        if isinstance(check, dict)
     ]
 
 
 def _evaluations(status: Status) -> list[shapes.Measured]:
-    last = status.progress.get("step")
-    found = []
+    last_step = status.progress.get("step")
+    evaluations = []
     for label, summary in status.evaluations.items():
         tail = label.removeprefix("step-")
-        step = {"before": 0, "after": last}.get(label, int(tail) if tail.isdecimal() else None)
+        step = {"before": 0, "after": last_step}.get(label, int(tail) if tail.isdecimal() else None)
         measured = shapes.Measured(
             clip(label, 40),
             step,
@@ -312,20 +331,20 @@ def _evaluations(status: Status) -> list[shapes.Measured]:
             share_of(summary),
             share_of(summary, "greedy_accuracy"),
         )
-        found.append(measured)
-    return sorted(found, key=lambda one: (one.step is None, one.step or 0))
+        evaluations.append(measured)
+    return sorted(evaluations, key=lambda evaluation: (evaluation.step is None, evaluation.step or 0))
 
 
 def _models(folder: RunFolder) -> list[shapes.Model]:
-    found = []
-    for one in read_models(folder):
+    models = []
+    for model in read_models(folder):
         share = None
-        if one.sampled and one.sampled.get("tasks"):
-            rollouts = one.sampled.get("rollouts") or one.sampled["tasks"]
-            share = share_of({"accuracy": one.sampled["successes"] / rollouts, "tasks": one.sampled["tasks"]})
-        error = None if one.error is None else foreign(one.error, 300)
-        found.append(shapes.Model(foreign(one.name, 80), share, error, one.seconds, one.cost_usd))
-    return found
+        if model.sampled and model.sampled.get("tasks"):
+            rollouts = model.sampled.get("rollouts") or model.sampled["tasks"]
+            share = share_of({"accuracy": model.sampled["successes"] / rollouts, "tasks": model.sampled["tasks"]})
+        error = None if model.error is None else foreign(model.error, 300)
+        models.append(shapes.Model(foreign(model.name, 80), share, error, model.seconds, model.cost_usd))
+    return models
 
 
 def _account(status: Status) -> shapes.Account | None:
@@ -345,8 +364,8 @@ def _account(status: Status) -> shapes.Account | None:
     )
 
 
-def _counted(given: Any) -> dict[str, int]:
-    return {clip(str(name), 60): int(one) for name, one in (given or {}).items()}
+def _counted(counts: Any) -> dict[str, int]:
+    return {clip(str(name), 60): int(count) for name, count in (counts or {}).items()}
 
 
 def _failure(status: Status) -> shapes.Failed | None:
@@ -369,8 +388,8 @@ def _happened(event: Event) -> shapes.Happened:
         text = f"{data.get('from')} → {data.get('to')}"
         detail = foreign(data["reason"], 200) if data.get("reason") else None
     elif event.kind == "evaluation":
-        found = data.get("summary")
-        summary: Mapping[str, Any] = found if isinstance(found, dict) else data
+        own_summary = data.get("summary")
+        summary: Mapping[str, Any] = own_summary if isinstance(own_summary, dict) else data
         share = share_of(summary)
         text = f"evaluation {clip(str(data.get('label', '')), 40)}"
         text += "" if share is None else f": {percent(share.value)}"
@@ -386,8 +405,8 @@ def _happened(event: Event) -> shapes.Happened:
     elif isinstance(data.get("what"), str):
         detail = foreign(data["what"], 300)
     else:
-        told = ", ".join(f"{key} {value(one)}" for key, one in data.items())
-        detail = foreign(told, 300) if told else None
+        fields = ", ".join(f"{key} {value(field_value)}" for key, field_value in data.items())
+        detail = foreign(fields, 300) if fields else None
     return shapes.Happened(event.seq, event.at, event.kind, clip(text, 120), detail, level, step)
 
 
@@ -395,23 +414,26 @@ def text_of(live: shapes.RunLive) -> str:
     """The run in a few lines, for clients that show no page."""
     run, verdict = live.run, live.verdict
     head = f"{run.run_id}: {run.state}, {run.kind} on {run.environment}"
-    done = run.progress
-    if done.step is not None:
-        head += f", step {done.step}{f' of {done.total_steps}' if done.total_steps else ''}"
-    if done.reward is not None:
-        head += f", reward {number(done.reward)}"
-    if done.eta_s is not None:
-        head += f", {duration(done.eta_s)} to go"
+    progress = run.progress
+    if progress.step is not None:
+        head += f", step {progress.step}{f' of {progress.total_steps}' if progress.total_steps else ''}"
+    if progress.reward is not None:
+        head += f", reward {number(progress.reward)}"
+    if progress.eta_s is not None:
+        head += f", {duration(progress.eta_s)} to go"
     lines = [f"{head}."]
     if verdict is not None and verdict.after is not None:
         start = "" if verdict.before is None else f"{percent(verdict.before.value)} -> "
-        after = verdict.after
-        share = percent(after.value)
-        if after.low is not None and after.high is not None:
-            share += f" [{percent(after.low)}, {percent(after.high)}]"
+        accuracy = verdict.after
+        share = percent(accuracy.value)
+        if accuracy.low is not None and accuracy.high is not None:
+            share += f" [{percent(accuracy.low)}, {percent(accuracy.high)}]"
         lines.append(f"{start}{share}, {verdict.sentence}.")
-    still = [one for one in live.findings if one.open]
-    lines += [f"{one.level}: {named(one.rule)}: {told_by(one.rule, one.what, 400)}" for one in still[:3]]
-    if len(still) > 3:
-        lines.append(f"And {plural(len(still) - 3, 'more finding')}.")
+    open_findings = [finding for finding in live.findings if finding.open]
+    lines += [
+        f"{finding.level}: {named(finding.rule)}: {told_by(finding.rule, finding.what, 400)}"
+        for finding in open_findings[:3]
+    ]
+    if len(open_findings) > 3:
+        lines.append(f"And {plural(len(open_findings) - 3, 'more finding')}.")
     return "\n".join(lines)

@@ -71,10 +71,10 @@ class PageSource:
         if self.owner:
             return self._answer(question, _WHOLE)
         for size in _SMALLER:
-            found = self._answer(question, size)
-            if len(msgspec.json.encode(found)) <= _ROOM:
-                return found
-        return _without_the_largest(found)
+            answer = self._answer(question, size)
+            if len(msgspec.json.encode(answer)) <= _ROOM:
+                return answer
+        return _without_the_largest(answer)
 
     def _answer(self, question: Mapping[str, Any], size: _Size) -> shapes.Answer:
         what = question.get("what")
@@ -135,10 +135,11 @@ class PageSource:
                 self.workshop, self._items, self._remembered, _text(question, "name") or ""
             ),
         }
-        known = [one for one in answers if self.owner or one not in _OWNERS_ALONE]
-        if what not in known:
+        allowed_questions = [name for name in answers if self.owner or name not in _OWNERS_ALONE]
+        if what not in allowed_questions:
             raise InvalidValue(
-                f"{clip(str(what), 40)!r} is no question.", hint=f"what is one of {', '.join(map(str, known))}."
+                f"{clip(str(what), 40)!r} is no question.",
+                hint=f"what is one of {', '.join(map(str, allowed_questions))}.",
             )
         return answers[what]()
 
@@ -165,36 +166,36 @@ class PageSource:
 
 def source_of(workshop: Workshop) -> PageSource:
     """The source of pages in clients, one for each workshop."""
-    found = workshop.pages.get("client")
-    if not isinstance(found, PageSource):
-        found = workshop.pages["client"] = PageSource(workshop, owner=False)
-    return found
+    source = workshop.pages.get("client")
+    if not isinstance(source, PageSource):
+        source = workshop.pages["client"] = PageSource(workshop, owner=False)
+    return source
 
 
-def _without_the_largest(found: shapes.Answer) -> shapes.Answer:
+def _without_the_largest(answer: shapes.Answer) -> shapes.Answer:
     """Empty the longest lists of an answer that is too long even at its smallest, until it fits."""
-    part: Any = found.live if isinstance(found, shapes.Run) and found.live is not None else found
-    while len(msgspec.json.encode(found)) > _ROOM:
+    emptied: Any = answer.live if isinstance(answer, shapes.Run) and answer.live is not None else answer
+    while len(msgspec.json.encode(answer)) > _ROOM:
         sizes = {
-            name: len(msgspec.json.encode(one))
-            for name, one in msgspec.structs.asdict(part).items()
-            if isinstance(one, list) and one
+            name: len(msgspec.json.encode(field_value))
+            for name, field_value in msgspec.structs.asdict(emptied).items()
+            if isinstance(field_value, list) and field_value
         }
         if not sizes:
             break
         longest = max(sizes, key=lambda name: sizes[name])
-        kept = getattr(part, longest)
-        setattr(part, longest, kept[: len(kept) // 2])
-    return found
+        items = getattr(emptied, longest)
+        setattr(emptied, longest, items[: len(items) // 2])
+    return answer
 
 
 def _text(question: Mapping[str, Any], name: str) -> str | None:
-    given = question.get(name)
-    if given is None or given == "":
+    text = question.get(name)
+    if text is None or text == "":
         return None
-    if not isinstance(given, str) or len(given) > 400:
+    if not isinstance(text, str) or len(text) > 400:
         raise InvalidValue(f"{name} must be a text of at most 400 characters.")
-    return given
+    return text
 
 
 def _run_id(question: Mapping[str, Any]) -> str:
@@ -205,17 +206,17 @@ def _run_id(question: Mapping[str, Any]) -> str:
 
 
 def _whole(question: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    given = question.get(name, default)
-    if isinstance(given, str) and given.isdecimal() and len(given) < 16:
-        given = int(given)
-    if not isinstance(given, int) or isinstance(given, bool):
+    number = question.get(name, default)
+    if isinstance(number, str) and number.isdecimal() and len(number) < 16:
+        number = int(number)
+    if not isinstance(number, int) or isinstance(number, bool):
         raise InvalidValue(f"{name} must be a whole number.")
-    return given
+    return number
 
 
 def _names(question: Mapping[str, Any], name: str) -> list[str]:
-    given = question.get(name)
-    given = [given] if isinstance(given, str) else given
-    if not isinstance(given, list) or not all(isinstance(one, str) and len(one) <= 100 for one in given):
+    names = question.get(name)
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(run_id, str) and len(run_id) <= 100 for run_id in names):
         raise InvalidValue(f"{name} must be a list of run ids.")
-    return given[:32]
+    return names[:32]

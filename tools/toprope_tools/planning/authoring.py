@@ -30,7 +30,7 @@ async def save_environment(workshop: Workshop, *, name: str, code: str) -> Answe
     """
 
     def work() -> Answer:
-        module, found = declared(name, code)
+        module, environments = declared(name, code)
         settings = workshop.settings()
         if settings.saves != "allow":
             place = workshop.home.configuration / "environments" / f"{module}.py"
@@ -40,27 +40,33 @@ async def save_environment(workshop: Workshop, *, name: str, code: str) -> Answe
             )
         folder = workshop.home.agent_environments
         path = folder / f"{module}.py"
-        named = {one.name for one in found}
-        if reserved := sorted(named & {*RESERVED, *settings.environment}):
+        names = {environment.name for environment in environments}
+        if reserved := sorted(names & {*RESERVED, *settings.environment}):
             raise InvalidValue(
                 f"The name {reserved[0]!r} is reserved by Toprope or by the owner's settings. Nothing was saved.",
                 hint="Give the class another `name`.",
             )
-        taken = [one for one in workshop.catalog.entries() if one.name in named and one.environment.file != str(path)]
-        if taken:
-            holder = taken[0].environment.file or taken[0].ecosystem
+        conflicts = [
+            entry for entry in workshop.catalog.entries() if entry.name in names and entry.environment.file != str(path)
+        ]
+        if conflicts:
+            holder = conflicts[0].environment.file or conflicts[0].ecosystem
             raise InvalidValue(
-                f"There is an environment {taken[0].name!r} already ({holder}). Nothing was saved.",
+                f"There is an environment {conflicts[0].name!r} already ({holder}). Nothing was saved.",
                 hint="Give the class another `name`.",
             )
         workshop.home.ensure()
-        saved = save(folder, module, code, found)
-        lines = [f"Saved {saved.path}: {plural(len(found), 'environment')}, {', '.join(sorted(named))}."]
+        saved = save(folder, module, code, environments)
+        lines = [f"Saved {saved.path}: {plural(len(environments), 'environment')}, {', '.join(sorted(names))}."]
         if saved.earlier is not None:
             lines.append(f"The version before is kept as {saved.earlier}.")
-        lines += [f"{one.name}: {clip(one.problem, 300)}" for one in found if one.problem]
-        lines.append(f"Next: {call('check_environment', name=found[0].name)}")
-        data = SavedEnvironment(path=str(saved.path), environments=[one.name for one in found])
+        lines += [
+            f"{environment.name}: {clip(environment.problem, 300)}"
+            for environment in environments
+            if environment.problem
+        ]
+        lines.append(f"Next: {call('check_environment', name=environments[0].name)}")
+        data = SavedEnvironment(path=str(saved.path), environments=[environment.name for environment in environments])
         return Answer("\n".join(lines), data)
 
     return await to_thread.run_sync(work)

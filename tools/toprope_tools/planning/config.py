@@ -54,11 +54,11 @@ async def get_config(workshop: Workshop, *, draft_id: str, section: str | None =
     )
     if origin := await to_thread.run_sync(workshop.drafts.forked_from, draft.id):
         head += f" It began with the configuration of {origin}."
-    shown = _by_section(draft, fields, locks) if section is None else _in_full(draft, fields, locks)
+    field_lines = _by_section(draft, fields, locks) if section is None else _in_full(draft, fields, locks)
 
     def answer(limit: int) -> Answer:
         edits = history[-_HISTORY if limit > _SHORT_VALUES else -_SHORT_HISTORY :]
-        lines = [head, *shown]
+        lines = [head, *field_lines]
         if edits:
             lines.append(f"Edits ({len(history)}); undo_edit goes back to a revision:")
             lines += [f"  revision {edit.revision}: {said_changes(edit.changes)}" for edit in edits]
@@ -125,7 +125,7 @@ async def open_drafts(workshop: Workshop) -> str:
 
 def said_changes(changes: list[Change]) -> str:
     """Format changes as short text: `rollout.group_size 8 -> 16; policy.lora false -> true`."""
-    return "; ".join(f"{one.field} {value(one.before)} -> {value(one.after)}" for one in changes)
+    return "; ".join(f"{change.field} {value(change.before)} -> {value(change.after)}" for change in changes)
 
 
 def _start(draft: Draft) -> str:
@@ -136,9 +136,9 @@ def _by_section(draft: Draft, fields: list[Field], locks: Locks) -> list[str]:
     """Return one line of values per section, then the locked fields."""
     lines = []
     for section in SECTIONS:
-        own = [field for field in fields if field.name.partition(".")[0] == section]
-        shown = [f"{field.name.partition('.')[2]}={value(get_value(draft.config, field))}" for field in own]
-        lines.append(f"{section}: {', '.join(shown)}")
+        section_fields = [field for field in fields if field.name.partition(".")[0] == section]
+        values = [f"{field.name.partition('.')[2]}={value(get_value(draft.config, field))}" for field in section_fields]
+        lines.append(f"{section}: {', '.join(values)}")
     locked = [f"{field.name} ({lock.says})" for field in fields if (lock := locks.get(field.name))]
     if locked:
         lines.append(f"Locked by the owner: {'; '.join(locked)}.")
@@ -160,6 +160,6 @@ def _in_full(draft: Draft, fields: list[Field], locks: Locks) -> list[str]:
 
 def _changes(changes: list[Change], limit: int) -> list[answers.FieldChange]:
     return [
-        answers.FieldChange(field=one.field, before=cut(one.before, limit), after=cut(one.after, limit))
-        for one in changes
+        answers.FieldChange(field=change.field, before=cut(change.before, limit), after=cut(change.after, limit))
+        for change in changes
     ]

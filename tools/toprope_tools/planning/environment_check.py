@@ -64,92 +64,105 @@ async def check_environment(
         EnvironmentFailed: It does not load.
         NotPossibleNow: It still loads, or is still being checked.
     """
-    draft_id, others, locks = None, [], workshop.home.locks()
+    draft_id, other_members, locks = None, [], workshop.home.locks()
     own_knobs = dict(knobs or {})
-    locks.require({f"{KNOBS}.{knob}": given for knob, given in own_knobs.items()})
+    locks.require({f"{KNOBS}.{knob}": setting for knob, setting in own_knobs.items()})
     if _DRAFT.fullmatch(name):
         draft = await to_thread.run_sync(workshop.drafts.get, name)
         draft_id, section, policy = draft.id, draft.config.environment, draft.config.policy.model
-        own = {field: one for field, one in draft.fields.items() if field.startswith("environment.")}
-        locks.enforce(draft.config, own)
+        environment_fields = {key: field for key, field in draft.fields.items() if key.startswith("environment.")}
+        locks.enforce(draft.config, environment_fields)
         hold_locks(draft.config, locks)
         folders = workshop.home.environment_folders(workshop.settings())
         source = await to_thread.run_sync(own_source, draft, folders)
         entry = replace(await to_thread.run_sync(workshop.catalog.find, section.name), environment=source)
-        others = [f"{plan.label}, in environment.mixture" for plan in members_of(section)[1:]]
+        other_members = [f"{plan.label}, in environment.mixture" for plan in members_of(section)[1:]]
         section = section.model_copy(update={"knobs": {**section.knobs, **own_knobs}})
     else:
         entry = await to_thread.run_sync(workshop.catalog.find, name)
         section = default_section(workshop.home, entry.name, locks).model_copy(update={"knobs": own_knobs})
         policy = default_policy(workshop, entry.name)
-    allowed = seconds or (FULL_S if full else QUICK_S)
+    time_limit_s = seconds or (FULL_S if full else QUICK_S)
     max_turns = section.max_turns if draft_id else None
-    options = options_of(workshop, section, call_timeout_s=min(20.0, section.call_timeout_s, 0.8 * allowed))
+    options = options_of(workshop, section, call_timeout_s=min(20.0, section.call_timeout_s, 0.8 * time_limit_s))
     report = await opened(
         workshop,
         entry,
-        lambda: check(entry, options, max_turns=max_turns, full=full, seconds=allowed),
-        asked={"check": [full, allowed, max_turns], "section": section.model_dump(mode="json")},
-        limit_s=2 * options.load_timeout_s + allowed + _BEYOND_S,
+        lambda: check(entry, options, max_turns=max_turns, full=full, seconds=time_limit_s),
+        asked={"check": [full, time_limit_s, max_turns], "section": section.model_dump(mode="json")},
+        limit_s=2 * options.load_timeout_s + time_limit_s + _BEYOND_S,
         caller=caller,
         beyond_s=_BEYOND_S,
     )
     data = await to_thread.run_sync(_data, report, draft_id, policy, workshop.home.runs)
-    text = _text(report, draft_id, others, knobs, data)
-    data.not_checked = [*data.not_checked, *others]
-    kept = [KeptFinding(rule=one.rule, level=one.level, what=one.what) for one in data.findings]
+    text = _text(report, draft_id, other_members, knobs, data)
+    data.not_checked = [*data.not_checked, *other_members]
+    kept_findings = [
+        KeptFinding(rule=finding.rule, level=finding.level, what=finding.what) for finding in data.findings
+    ]
     await to_thread.run_sync(
-        lambda: KeptChecks(workshop.home.path).keep(report.name, report.worst, kept, full=report.full)
+        lambda: KeptChecks(workshop.home.path).keep(report.name, report.worst, kept_findings, full=report.full)
     )
     return Answer(text, data)
 
 
 def _text(
-    report: CheckReport, draft_id: str | None, others: list[str], knobs: dict[str, Any] | None, data: CheckAnswer
+    report: CheckReport, draft_id: str | None, other_members: list[str], knobs: dict[str, Any] | None, data: CheckAnswer
 ) -> str:
-    seen = report.seen
+    trial = report.seen
     form = "full check" if report.full else "quick check"
-    again = _repeatable(report)
+    repeatable = _repeatable(report)
     lines = [
-        f"{report.name}: {report.worst}: {_WORDS[report.worst]} ({form}, {report.seconds:.1f} s: {len(seen.scores)} "
-        f"answers to {plural(seen.tried, 'task')}"
-        + (", a second process agrees)." if again else ", a second process disagrees)." if again is False else ").")
+        f"{report.name}: {report.worst}: {_WORDS[report.worst]} ({form}, {report.seconds:.1f} s: {len(trial.scores)} "
+        f"answers to {plural(trial.tried, 'task')}"
+        + (
+            ", a second process agrees)."
+            if repeatable
+            else ", a second process disagrees)."
+            if repeatable is False
+            else ")."
+        )
     ]
     for finding in report.findings[:_MOST_FINDINGS]:
         lines.append(f"{finding.level} {finding.rule}: {marked(finding.what, 400)}")
         if finding.level != "note":
             lines.append(f"  To do: {finding.next}.")
     if scores := _scores(report):
-        lines.append("Share of the highest reward: " + ", ".join(f"{kind} {one:.0%}" for kind, one in scores.items()))
-    sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in seen.splits.items()]
+        lines.append(
+            "Share of the highest reward: " + ", ".join(f"{kind} {share:.0%}" for kind, share in scores.items())
+        )
+    sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in trial.splits.items()]
     if sizes and (prompts := data.prompt_characters):
         in_tokens = data.prompt_tokens
         lines.append(
             f"Distinct tasks: {', '.join(sizes)}. Prompts of {prompts['median']} characters, at most "
             f"{prompts['longest']}" + (f" ({in_tokens['longest']} tokens of {data.tokens_of})." if in_tokens else ".")
         )
-    if seen.skipped:
-        lines.append(f"Not checked for lack of time: {'; '.join(seen.skipped)}.")
-    if others:
-        lines.append(f"Not tried: {marked('; '.join(others), 300)}. To try one with its defaults, check it by name.")
+    if trial.skipped:
+        lines.append(f"Not checked for lack of time: {'; '.join(trial.skipped)}.")
+    if other_members:
+        members = marked("; ".join(other_members), 300)
+        lines.append(f"Not tried: {members}. To try one with its defaults, check it by name.")
     lines.append(_next(report, draft_id, {"knobs": knobs} if knobs else {}))
     return "\n".join(lines)
 
 
-def _next(report: CheckReport, draft_id: str | None, given: dict[str, Any]) -> str:
+def _next(report: CheckReport, draft_id: str | None, knob_argument: dict[str, Any]) -> str:
     if report.worst == "critical":
-        again: dict[str, Any] = {"name": draft_id or report.name, **given}
-        do = report.seen.advice("correct it", "change its settings")
-        return f"Next: {do}, then {call('check_environment', **again)}; or choose another with list_environments."
+        arguments: dict[str, Any] = {"name": draft_id or report.name, **knob_argument}
+        advice = report.seen.advice("correct it", "change its settings")
+        return (
+            f"Next: {advice}, then {call('check_environment', **arguments)}; or choose another with list_environments."
+        )
     if draft_id:
         return f"Next: {call('test_inference', draft_id=draft_id)} or {call('start_training', draft_id=draft_id)}"
-    return f"Next: {call('select_environment', name=report.name, **given)}"
+    return f"Next: {call('select_environment', name=report.name, **knob_argument)}"
 
 
 def _data(report: CheckReport, draft_id: str | None, policy: str, runs: Path) -> CheckAnswer:
-    seen = report.seen
-    taken = [score.seconds for score in seen.scores if score.kind != "solver"]
-    tasks = [task for split in seen.splits.values() for task in split.tasks]
+    trial = report.seen
+    score_seconds = [score.seconds for score in trial.scores if score.kind != "solver"]
+    tasks = [task for split in trial.splits.values() for task in split.tasks]
     references = [task.reference for task in tasks if task.reference is not None]
     in_tokens = lengths([[{"content": task.prompt}] for task in tasks], references, policy, runs)
     return CheckAnswer(
@@ -162,40 +175,41 @@ def _data(report: CheckReport, draft_id: str | None, policy: str, runs: Path) ->
                 finding,
                 what=clip(finding.what, 400),
                 observed={
-                    key: clip(one, 100) if isinstance(one, str) else one for key, one in finding.observed.items()
+                    key: clip(figure, 100) if isinstance(figure, str) else figure
+                    for key, figure in finding.observed.items()
                 },
             )
             for finding in report.findings[:_MOST_FINDINGS]
         ],
         scores=_scores(report),
-        tasks_tried=seen.tried,
-        splits={name: {"known": one.known, "exhausted": one.exhausted} for name, one in seen.splits.items()},
+        tasks_tried=trial.tried,
+        splits={name: {"known": size.known, "exhausted": size.exhausted} for name, size in trial.splits.items()},
         prompt_characters=_lengths(len(task.prompt) for task in tasks),
-        answer_characters=_lengths(len(one) for one in references),
+        answer_characters=_lengths(len(reference) for reference in references),
         tokens_of=in_tokens.policy,
         prompt_tokens=_lengths(in_tokens.prompts),
         answer_tokens=_lengths(in_tokens.answers),
         repeatable=_repeatable(report),
-        start_seconds=round(seen.start_s + seen.load_s, 3),
-        task_seconds=None if seen.tasks_s is None else float(f"{seen.tasks_s:.3g}"),
-        score_seconds=float(f"{statistics.median(taken):.3g}") if taken else None,
-        memory_mb=round(seen.memory_mb, 1) or None,
-        not_checked=seen.skipped,
+        start_seconds=round(trial.start_s + trial.load_s, 3),
+        task_seconds=None if trial.tasks_s is None else float(f"{trial.tasks_s:.3g}"),
+        score_seconds=float(f"{statistics.median(score_seconds):.3g}") if score_seconds else None,
+        memory_mb=round(trial.memory_mb, 1) or None,
+        not_checked=trial.skipped,
         seconds=round(report.seconds, 2),
     )
 
 
 def _scores(report: CheckReport) -> dict[str, float]:
     """Return the mean reward by kind of answer, as a share of the highest, in the order of trial."""
-    found: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {}
     for score in report.seen.scores:
-        found.setdefault(score.kind, []).append(report.seen.share(score.reward))
-    return {kind: float(number(statistics.fmean(shares))) for kind, shares in found.items()}
+        rewards.setdefault(score.kind, []).append(report.seen.share(score.reward))
+    return {kind: float(number(statistics.fmean(shares))) for kind, shares in rewards.items()}
 
 
 def _repeatable(report: CheckReport) -> bool | None:
-    again = report.seen.again
-    return not any(one.other_tasks or one.other_scores for one in again) if again else None
+    trials = report.seen.again
+    return not any(trial.other_tasks or trial.other_scores for trial in trials) if trials else None
 
 
 def _lengths(sizes: Iterable[int]) -> dict[str, int]:

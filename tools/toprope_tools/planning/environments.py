@@ -52,11 +52,13 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
     start = int(cursor or 0)
     entries = await to_thread.run_sync(workshop.catalog.search, query or "")
     page = entries[start : start + _PAGE]
-    more = str(start + _PAGE) if start + _PAGE < len(entries) else None
+    next_cursor = str(start + _PAGE) if start + _PAGE < len(entries) else None
     opened = await to_thread.run_sync(workshop.opened.read)
     items = [
-        answers.EnvironmentItem.of(one, summary=_summary(one), state=_state(one, workshop.opened.state(one, opened)))
-        for one in page
+        answers.EnvironmentItem.of(
+            entry, summary=_summary(entry), state=_state(entry, workshop.opened.state(entry, opened))
+        )
+        for entry in page
     ]
     if not items and not start:
         text = f"No environment matches {query!r}. Next: list_environments() for all."
@@ -68,17 +70,17 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
         lines += [
             f"{item.name} [{item.state}]{_facts(item)} {marked(item.summary, _MOST_SUMMARY + 20)}" for item in items
         ]
-        lacking = next((one.ecosystem for one in page if one.status == "needs install"), None)
-        if lacking and workshop.settings().installs == "allow":
-            lines.append(f"Install: {call('add_environment', what=lacking)}")
-        if more:
-            arguments = {"query": query, "cursor": more} if query else {"cursor": more}
+        missing_ecosystem = next((entry.ecosystem for entry in page if entry.status == "needs install"), None)
+        if missing_ecosystem and workshop.settings().installs == "allow":
+            lines.append(f"Install: {call('add_environment', what=missing_ecosystem)}")
+        if next_cursor:
+            arguments = {"query": query, "cursor": next_cursor} if query else {"cursor": next_cursor}
             lines.append(f"More: {call('list_environments', **arguments)}")
         ready = next((item.name for item in items if item.state in ("ready", "not tried")), None)
         if ready:
             lines.append(f"Next: {call('describe_environment', name=ready)}, or another name.")
         text = "\n".join(lines)
-    return Answer(text, answers.Environments(environments=items, total=len(entries), next_cursor=more))
+    return Answer(text, answers.Environments(environments=items, total=len(entries), next_cursor=next_cursor))
 
 
 async def describe_environment(
@@ -100,7 +102,7 @@ async def describe_environment(
     """
     entry = await to_thread.run_sync(workshop.catalog.find, name)
     locks = workshop.home.locks()
-    locks.require({f"{KNOBS}.{knob}": given for knob, given in (knobs or {}).items()})
+    locks.require({f"{KNOBS}.{knob}": setting for knob, setting in (knobs or {}).items()})
     options = options_of(workshop, default_section(workshop.home, entry.name, locks), knobs=knobs or {})
     described = await describe(workshop, entry, options, examples=3, caller=caller)
     tested = await to_thread.run_sync(baseline_of, entry.name, workshop.home.runs)
@@ -123,20 +125,22 @@ async def describe_environment(
         )
     lines += [f"Remark: {marked(remark, 300)}" for remark in described.remarks]
     presets, unfit = await to_thread.run_sync(_presets, workshop, entry.name, sample, tested)
-    lines.append("Presets: " + "; ".join(f"{preset} ({clip(said, 120)})" for preset, said in presets.items()))
+    lines.append(
+        "Presets: " + "; ".join(f"{preset} ({clip(description, 120)})" for preset, description in presets.items())
+    )
     preset = workshop.settings().preset
     if preset in unfit and SFT_PRESET in presets and SFT_PRESET not in unfit:
         preset = SFT_PRESET
-    given = {"knobs": knobs} if knobs else {}
-    lines.append(f"Next: {call('select_environment', name=entry.name, preset=preset, **given)}")
+    knob_argument = {"knobs": knobs} if knobs else {}
+    lines.append(f"Next: {call('select_environment', name=entry.name, preset=preset, **knob_argument)}")
     data = answers.Description(
         name=entry.name,
         max_turns=card.max_turns,
         tags=[clip(tag, 80) for tag in card.tags[:20]],
         knobs=[_knob(knob.declaration()) for knob in card.knobs[:_MOST_LINES]],
         reward_parts={
-            part: asdict(one) | {"description": clip(one.description, 100)}
-            for part, one in list(card.parts.items())[:_MOST_LINES]
+            part_name: asdict(part) | {"description": clip(part.description, 100)}
+            for part_name, part in list(card.parts.items())[:_MOST_LINES]
         },
         max_reward=card.max_reward,
         splits={split: {"known": size.known, "exhausted": size.exhausted} for split, size in described.splits.items()},
@@ -147,7 +151,9 @@ async def describe_environment(
         score_seconds=None if described.score_seconds is None else float(f"{described.score_seconds:.2g}"),
         memory_mb=None if described.memory_mb is None else round(described.memory_mb),
         prompt_characters=[len(_prompt(example)) for example in described.examples],
-        answer_characters=[len(str(one.reference)) for one in described.examples if one.reference is not None],
+        answer_characters=[
+            len(str(example.reference)) for example in described.examples if example.reference is not None
+        ],
         tokens_of=in_tokens.policy,
         prompt_tokens=in_tokens.prompts,
         answer_tokens=in_tokens.answers,
@@ -181,33 +187,42 @@ async def select_environment(
         NotPossibleNow: It still loads; no draft was made.
     """
     entry = await to_thread.run_sync(workshop.catalog.find, name)
-    chosen = _chosen(workshop, preset)
-    locks = workshop.home.locks(chosen.name)
-    own = dict(knobs or {})
-    locks.require({"environment.name": entry.name} | {f"{KNOBS}.{knob}": given for knob, given in own.items()})
-    tuned = {knob: locks.nearest(f"{KNOBS}.{knob}", given) for knob, given in chosen.knobs(entry.name).items()}
-    section = chosen.config(entry.name).environment
+    chosen_preset = _load_preset(workshop, preset)
+    locks = workshop.home.locks(chosen_preset.name)
+    given_knobs = dict(knobs or {})
+    locks.require(
+        {"environment.name": entry.name} | {f"{KNOBS}.{knob}": setting for knob, setting in given_knobs.items()}
+    )
+    tuned = {
+        knob: locks.nearest(f"{KNOBS}.{knob}", setting) for knob, setting in chosen_preset.knobs(entry.name).items()
+    }
+    section = chosen_preset.config(entry.name).environment
     limit = float(locks.nearest("environment.load_timeout_s", section.load_timeout_s))
-    options = options_of(workshop, section, knobs={**tuned, **own}, reward_weights={}, load_timeout_s=limit)
+    options = options_of(workshop, section, knobs={**tuned, **given_knobs}, reward_weights={}, load_timeout_s=limit)
     described = await describe(workshop, entry, options, examples=0, caller=caller)
     card = [knob.declaration() for knob in described.card.knobs]
     workshop.home.ensure()
-    draft, moved = await to_thread.run_sync(workshop.drafts.create, entry.environment, chosen, card, locks, own)
+    draft, changes = await to_thread.run_sync(
+        workshop.drafts.create, entry.environment, chosen_preset, card, locks, given_knobs
+    )
     fields = draft.fields
     locked = [lock.field for lock in locks if lock.field in fields]
     config = draft.config
     workshop.expect_run(config)
     lines = [
-        f"Made {draft.id}: {entry.name} with preset {chosen.name}. {chosen.description}".strip(),
+        f"Made {draft.id}: {entry.name} with preset {chosen_preset.name}. {chosen_preset.description}".strip(),
         f"Policy {config.policy.model}, at most {config.budget.steps} steps, {config.rollout.groups_per_step} groups "
         f"of {config.rollout.group_size} answers per step, learning rate {value(config.optimizer.learning_rate)}.",
     ]
     if config.environment.knobs:
         lines.append(
-            "Knobs: " + ", ".join(f"{named(knob)}={_default(one)}" for knob, one in config.environment.knobs.items())
+            "Knobs: "
+            + ", ".join(
+                f"{named(knob)}={_default(knob_value)}" for knob, knob_value in config.environment.knobs.items()
+            )
         )
-    if moved:
-        lines.append(f"The owner's locks changed the preset: {said_changes(moved)}.")
+    if changes:
+        lines.append(f"The owner's locks changed the preset: {said_changes(changes)}.")
     if locked:
         lines.append(f"Locked by the owner, as get_config explains: {', '.join(locked)}.")
     sample = remember(workshop, entry.name, config.environment.knobs, described)
@@ -223,20 +238,22 @@ async def select_environment(
     data = answers.DraftAnswer(
         draft_id=draft.id,
         environment=entry.name,
-        preset=chosen.name,
+        preset=chosen_preset.name,
         revision=draft.revision,
-        moved_by_locks=[answers.FieldChange(field=one.field, before=one.before, after=one.after) for one in moved],
+        moved_by_locks=[
+            answers.FieldChange(field=change.field, before=change.before, after=change.after) for change in changes
+        ],
     )
     return Answer("\n".join(lines), data)
 
 
-def _chosen(workshop: Workshop, preset: str | None) -> Preset:
+def _load_preset(workshop: Workshop, preset: str | None) -> Preset:
     """Load the preset that a call names, or else the owner's default."""
     if preset is not None:
         return load_preset(preset, workshop.home.preset_folders)
-    own = workshop.settings().preset
+    default_preset = workshop.settings().preset
     try:
-        return load_preset(own, workshop.home.preset_folders)
+        return load_preset(default_preset, workshop.home.preset_folders)
     except NotFound as problem:
         raise InvalidValue(
             f"{workshop.home.settings_file} names a preset that does not exist: {problem.message}",
@@ -248,7 +265,7 @@ def _presets(
     workshop: Workshop, environment: str, tasks: TaskSample, tested: Baseline | None
 ) -> tuple[dict[str, str], set[str]]:
     """Return presets with their descriptions or what speaks against them, and the names of those that are no use."""
-    found, unfit = {}, set()
+    descriptions, unfit = {}, set()
     for name in list_presets(workshop.home.preset_folders):
         try:
             preset = load_preset(name, workshop.home.preset_folders)
@@ -257,15 +274,15 @@ def _presets(
             # A description without these knobs shows other tasks than the preset would.
             reasons = [] if preset.knobs(environment) else misfits(preset.config(environment), tasks, tested)
         except (InvalidValue, NotFound) as problem:
-            found[name] = f"cannot be used: {problem.message}"
+            descriptions[name] = f"cannot be used: {problem.message}"
             unfit.add(name)
             continue
         tuned = " Has values for this environment." if environment in preset.environments else ""
-        found[name] = f"{preset.description}{tuned}".strip()
+        descriptions[name] = f"{preset.description}{tuned}".strip()
         if reasons:
-            found[name] = f"does not fit: {reasons[0].what}"
+            descriptions[name] = f"does not fit: {reasons[0].what}"
             unfit.add(name)
-    return found, unfit
+    return descriptions, unfit
 
 
 def _facts(item: answers.EnvironmentItem) -> str:
@@ -278,12 +295,12 @@ def _facts(item: answers.EnvironmentItem) -> str:
 def _nature(described: Description) -> str:
     """Say which ecosystem it follows, where it runs and what it needs."""
     entry = described.entry
-    where = "an interpreter of its own" if entry.environment.interpreter else "Toprope's interpreter"
-    versions = ", ".join(f"{name} {one}" for name, one in described.card.versions.items() if name != "sha256")
+    interpreter = "an interpreter of its own" if entry.environment.interpreter else "Toprope's interpreter"
+    versions = ", ".join(f"{name} {version}" for name, version in described.card.versions.items() if name != "sha256")
     needs = "" if entry.status == "ready" else f" It {_state(entry)}"
     lends = ", gives the policy tools" if entry.tools else ""
     return (
-        f"Ecosystem {entry.ecosystem}{lends}; runs in {where} ({named(versions, 200)}), "
+        f"Ecosystem {entry.ecosystem}{lends}; runs in {interpreter} ({named(versions, 200)}), "
         f"loaded in {described.load_seconds:.1f} s.{needs}"
     )
 
@@ -300,7 +317,9 @@ def _summary(entry: Entry) -> str:
 def _knob(knob: dict[str, Any]) -> dict[str, Any]:
     """Return a knob for the structure, without empty fields and with long texts cut."""
     return {
-        key: clip(one, 200) if isinstance(one, str) else cut(one, 400) for key, one in knob.items() if one is not None
+        key: clip(item, 200) if isinstance(item, str) else cut(item, 400)
+        for key, item in knob.items()
+        if item is not None
     }
 
 
@@ -310,19 +329,19 @@ def _knob_lines(card: Card) -> list[str]:
         return ["It has no knobs."]
     lines = ["Knobs (edit_config as environment.knobs.<name>):"]
     for name, field in list(fields.items())[:_MOST_LINES]:
-        says = f"{field.type_text}{', ' if field.bounds else ''}{field.bounds}"
-        said = f": {marked(field.description, 120)}" if field.description else ""
-        lines.append(f"  {named(name.rpartition('.')[2])} = {_default(field.default)} ({_says(field, says)}){said}")
+        bounds = _describe_bounds(field, f"{field.type_text}{', ' if field.bounds else ''}{field.bounds}")
+        description = f": {marked(field.description, 120)}" if field.description else ""
+        lines.append(f"  {named(name.rpartition('.')[2])} = {_default(field.default)} ({bounds}){description}")
     return lines
 
 
-def _default(given: Any) -> str:
+def _default(setting: Any) -> str:
     """Return a knob's value, which the environment's author chose."""
-    return named(value(given), 120) if isinstance(given, str) and given else value(given)
+    return named(value(setting), 120) if isinstance(setting, str) and setting else value(setting)
 
 
-def _says(field: Field, says: str) -> str:
-    return clip(says, 400) if field.choices is None else f"one of {marked(field.bounds, 400)}"
+def _describe_bounds(field: Field, bounds: str) -> str:
+    return clip(bounds, 400) if field.choices is None else f"one of {marked(field.bounds, 400)}"
 
 
 def _part_lines(card: Card) -> list[str]:
@@ -347,16 +366,16 @@ def _example_lines(examples: tuple[Example, ...]) -> list[str]:
 def _cost_lines(described: Description, in_tokens: Lengths) -> list[str]:
     """Return the cost of a rollout, and the lengths of prompts and answers."""
     prompts = [len(_prompt(example)) for example in described.examples]
-    told = [f"loads in {duration(described.load_seconds)}"]
+    facts = [f"loads in {duration(described.load_seconds)}"]
     if described.score_seconds is not None:
-        told.append(f"an answer is scored in {brief_duration(described.score_seconds)}")
+        facts.append(f"an answer is scored in {brief_duration(described.score_seconds)}")
     if described.memory_mb is not None:
-        told.append(f"its worker takes {described.memory_mb:.0f} MB")
+        facts.append(f"its worker takes {described.memory_mb:.0f} MB")
     if prompts:
-        told.append(f"prompts of {min(prompts)} to {max(prompts)} characters")
+        facts.append(f"prompts of {min(prompts)} to {max(prompts)} characters")
     if in_tokens.said:
-        told.append(f"in tokens of {in_tokens.policy}: {in_tokens.said}")
-    return [f"It {', '.join(told)}."] if described.examples else []
+        facts.append(f"in tokens of {in_tokens.policy}: {in_tokens.said}")
+    return [f"It {', '.join(facts)}."] if described.examples else []
 
 
 def _prompt(example: Example) -> str:

@@ -33,8 +33,8 @@ def sample_of(described: Description) -> TaskSample:
 
 def remember(workshop: Workshop, environment: str, knobs: dict[str, Any], described: Description) -> TaskSample:
     """Keep the tasks of a description, so that a start need not load the environment to check its fit."""
-    workshop.samples[_key(environment, knobs)] = found = sample_of(described)
-    return found
+    workshop.samples[_key(environment, knobs)] = sample = sample_of(described)
+    return sample
 
 
 def misfits_of(workshop: Workshop, environment: str, config: Config, step_s: float | None = None) -> list[Misfit]:
@@ -49,7 +49,7 @@ def lengths(prompts: Iterable[Sequence[Mapping[str, Any]]], answers: Iterable[st
     counter = counter_of(model, runs)
     if counter is None:
         return Lengths("")
-    return Lengths(model, [counter.prompt(one) for one in prompts], [counter.text(one) for one in answers])
+    return Lengths(model, [counter.prompt(text) for text in prompts], [counter.text(text) for text in answers])
 
 
 def default_policy(workshop: Workshop, environment: str) -> str:
@@ -72,12 +72,12 @@ class Lengths:
     @property
     def said(self) -> str:
         """In words, such as `prompts of 9 to 12 tokens, reference answers of 4`; empty if unknown."""
-        told = [
-            f"{what} of {min(sizes)}{f' to {max(sizes)}' if max(sizes) > min(sizes) else ''}{unit}"
-            for what, sizes, unit in (("prompts", self.prompts, " tokens"), ("reference answers", self.answers, ""))
+        phrases = [
+            f"{subject} of {min(sizes)}{f' to {max(sizes)}' if max(sizes) > min(sizes) else ''}{unit}"
+            for subject, sizes, unit in (("prompts", self.prompts, " tokens"), ("reference answers", self.answers, ""))
             if sizes
         ]
-        return ", ".join(told)
+        return ", ".join(phrases)
 
 
 def _key(environment: str, knobs: dict[str, Any]) -> str:
@@ -98,13 +98,13 @@ def memory_lines(
     """
     if config.is_hosted:
         return ["Memory: the service holds the policy; this machine needs none for it."]
-    found = fit_here(config, variables, gpus=gpus, allowed=allowed, prompt=prompt)
-    if isinstance(found, str):
-        return [f"Memory: unknown, because {found}."]
-    lines = [f"Memory: {found.verdict}", _parts("trainer", found.trainer), _parts("sampler", found.sampler)]
-    lines += found.mended
+    fit = fit_here(config, variables, gpus=gpus, allowed=allowed, prompt=prompt)
+    if isinstance(fit, str):
+        return [f"Memory: unknown, because {fit}."]
+    lines = [f"Memory: {fit.verdict}", _parts("trainer", fit.trainer), _parts("sampler", fit.sampler)]
+    lines += fit.mended
     if config.inference.engine == "vllm":
-        gpus = found.gpus
+        gpus = fit.gpus
         share = f"reserves {config.inference.memory_share:.0%} of a GPU (inference.memory_share) and " if gpus else ""
         lines.append(f"  vLLM {share}takes a minute or more to start.")
     return [line for line in lines if line]
@@ -115,14 +115,16 @@ def memory_warning(workshop: Workshop, config: Config) -> list[str]:
     if config.is_hosted or config.launcher.kind != "local":
         return []
     settings = workshop.settings()
-    found = fit_here(config, hub_variables(settings.variables), allowed=settings.machine.gpus)
-    if isinstance(found, str) or found.fits is not False:
+    fit = fit_here(config, hub_variables(settings.variables), allowed=settings.machine.gpus)
+    if isinstance(fit, str) or fit.fits is not False:
         return []
-    return [" ".join([f"Warning (memory): {found.verdict}", *found.mended])]
+    return [" ".join([f"Warning (memory): {fit.verdict}", *fit.mended])]
 
 
 def _parts(name: str, memory: Memory) -> str:
-    shown = sorted(((part, size) for part, size in memory.parts.items() if size >= 1e6), key=lambda one: -one[1])
-    if not shown:
+    large_parts = sorted(
+        ((part, size) for part, size in memory.parts.items() if size >= 1e6), key=lambda item: -item[1]
+    )
+    if not large_parts:
         return ""
-    return f"  {name} {in_gb(memory.total)}: " + ", ".join(f"{part} {in_gb(size)}" for part, size in shown)
+    return f"  {name} {in_gb(memory.total)}: " + ", ".join(f"{part} {in_gb(size)}" for part, size in large_parts)

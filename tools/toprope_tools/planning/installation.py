@@ -67,34 +67,33 @@ async def add_environment(
     order = Order(what.strip(), plain_only=True, wanted=Wanted((), wheels_only=True))
     installation = workshop.installations.of(order, Interpreters(workshop.home))
     deadline = time.monotonic() + longest_wait_s(client, settings.status.waits)
-    told = -1
+    reported_count = -1
     while not await to_thread.run_sync(installation.wait, _LOOK_S):
-        if progress is not None and installation.count != told:
-            told = installation.count
-            await progress(float(told), None, installation.news)
+        if progress is not None and installation.count != reported_count:
+            reported_count = installation.count
+            await progress(float(reported_count), None, installation.news)
         if time.monotonic() > deadline:
-            again = call("add_environment", what=order.given)
-            text = (
-                f"{order.given} is still being installed ({marked(installation.news, 120)}). To keep waiting: {again}"
-            )
+            same_call = call("add_environment", what=order.given)
+            news = marked(installation.news, 120)
+            text = f"{order.given} is still being installed ({news}). To keep waiting: {same_call}"
             return Answer(text, Installed(name=order.given, done=False, news=clip(installation.news, 200)))
     workshop.installations.told(order)
     if installation.error is not None:
         raise installation.error
     assert installation.outcome is not None  # it ended without an error
     outcome = installation.outcome
-    found = await to_thread.run_sync(environments_of, workshop, outcome)
-    made = outcome.made
+    entries = await to_thread.run_sync(environments_of, workshop, outcome)
+    interpreter = outcome.made
     data = Installed(
         name=outcome.added.name,
         done=True,
-        packages=len(made.pins) if made is not None else 0,
-        megabytes=round(made.bytes / 1e6, 1) if made is not None else 0.0,
+        packages=len(interpreter.pins) if interpreter is not None else 0,
+        megabytes=round(interpreter.bytes / 1e6, 1) if interpreter is not None else 0.0,
         seconds=round(outcome.seconds, 1),
-        environments=sum(entry.usable for entry in found),
+        environments=sum(entry.usable for entry in entries),
     )
     query = call("list_environments", query=outcome.added.adapter or outcome.added.name)
-    return Answer(f"{describe_outcome(outcome, found)}\nNext: {query}", data)
+    return Answer(f"{describe_outcome(outcome, entries)}\nNext: {query}", data)
 
 
 def environments_of(workshop: Workshop, outcome: Outcome) -> list[Entry]:
@@ -110,58 +109,58 @@ def environments_of(workshop: Workshop, outcome: Outcome) -> list[Entry]:
     return [entry for entry in entries if entry.name == added.name or (bool(place) and place in sources[entry.name])]
 
 
-def describe_outcome(outcome: Outcome, found: Sequence[Entry]) -> str:
+def describe_outcome(outcome: Outcome, entries: Sequence[Entry]) -> str:
     """Describe the outcome of an installation in one or two lines.
 
     Args:
-        found: See `environments_of`.
+        entries: See `environments_of`.
     """
-    added, made = outcome.added, outcome.made
+    added, interpreter = outcome.added, outcome.made
     if outcome.own and added.kind == "packages":
-        first = f"{added.name}: Toprope's own interpreter already has it; nothing was installed."
-    elif made is not None:
-        how = "shares an existing interpreter" if outcome.shared else f"installed in {outcome.seconds:.0f} s"
-        first = f"{added.name}: {how}, {plural(len(made.pins), 'package')}, {made.bytes / 1e6:.0f} MB."
+        text = f"{added.name}: Toprope's own interpreter already has it; nothing was installed."
+    elif interpreter is not None:
+        origin = "shares an existing interpreter" if outcome.shared else f"installed in {outcome.seconds:.0f} s"
+        text = f"{added.name}: {origin}, {plural(len(interpreter.pins), 'package')}, {interpreter.bytes / 1e6:.0f} MB."
     elif added.python is not None:
-        first = f"{added.name}: runs in {added.python}."
+        text = f"{added.name}: runs in {added.python}."
     else:
-        first = f"{added.name}: added."
-    usable = [entry.name for entry in found if entry.usable]
+        text = f"{added.name}: added."
+    usable = [entry.name for entry in entries if entry.usable]
     if usable:
-        first += f" {plural(len(usable), 'environment')} to choose from: {', '.join(map(named, usable[:_NAMED]))}"
-        first += ", ..." if len(usable) > _NAMED else "."
-    if unusable := [entry for entry in found if not entry.usable]:
-        one = unusable[0]
-        first += f" {len(unusable)} cannot be used, such as {named(one.name)}: {marked(one.problem, 300)}"
+        text += f" {plural(len(usable), 'environment')} to choose from: {', '.join(map(named, usable[:_NAMED]))}"
+        text += ", ..." if len(usable) > _NAMED else "."
+    if unusable := [entry for entry in entries if not entry.usable]:
+        example = unusable[0]
+        text += f" {len(unusable)} cannot be used, such as {named(example.name)}: {marked(example.problem, 300)}"
     if defined := _defining(added.path):
-        first += (
+        text += (
             f" {plural(len(defined), 'YAML file')} there may open any file to an environment: add yours alone, "
             f"such as toprope env add {shlex.quote(str(defined[0].with_name(named(defined[0].name))))}."
         )
-        if not found:
-            return first
-    if found:
-        return first
+        if not entries:
+            return text
+    if entries:
+        return text
     if added.adapter is not None and added.kind == "packages":
         return (
-            f"{first} It contains no environments itself. Files in your folders that follow its conventions run in it; "
+            f"{text} It contains no environments itself. Files in your folders that follow its conventions run in it; "
             f"toprope env add PACKAGE -r {added.adapter} adds packages of environments to it."
         )
     if below := _projects_below(added.path or added.given):
         place = shlex.quote(str(below[0].with_name(named(below[0].name))))
-        return f"{first} It holds {plural(len(below), 'project')} to add one by one, such as toprope env add {place}."
+        return f"{text} It holds {plural(len(below), 'project')} to add one by one, such as toprope env add {place}."
     if added.kind == "packages" and Path(added.given).is_dir():
         return (
-            f"{first} Neither its installed modules nor the files in its folder follow the conventions of an ecosystem "
+            f"{text} Neither its installed modules nor the files in its folder follow the conventions of an ecosystem "
             "(docs/ecosystems.md): ask its author how it is run, or describe it in a YAML file."
         )
     if added.kind == "packages":
         return (
-            f"{first} None of its installed modules provides an environment: its author's packaging may leave them "
+            f"{text} None of its installed modules provides an environment: its author's packaging may leave them "
             "out. Add its folder of Python files instead, or ask its author."
         )
     return (
-        f"{first} No file in it follows the conventions of an ecosystem (docs/ecosystems.md) so far; list_environments "
+        f"{text} No file in it follows the conventions of an ecosystem (docs/ecosystems.md) so far; list_environments "
         "looks again at every call."
     )
 

@@ -33,8 +33,8 @@ def options_of(workshop: Workshop, section: EnvironmentSection, **more: Any) -> 
     A worker knows no judges, whose parts are added beyond it, so weights of those are left out.
     """
     settings = workshop.settings()
-    judges = {one.name for one in rewards_of(section.rewards) if one.judge}
-    given: dict[str, Any] = dict(
+    judges = {reward.name for reward in rewards_of(section.rewards) if reward.judge}
+    options: dict[str, Any] = dict(
         knobs=section.knobs,
         reward_weights={name: weight for name, weight in section.reward_weights.items() if name not in judges},
         load_timeout_s=section.load_timeout_s,
@@ -44,7 +44,7 @@ def options_of(workshop: Workshop, section: EnvironmentSection, **more: Any) -> 
         network=allowed_network(workshop.home.locks(), section.network),
         walls=Walls.of_home(workshop.home),
     )
-    return WorkerOptions(**{**given, **more})
+    return WorkerOptions(**{**options, **more})
 
 
 async def describe(

@@ -21,37 +21,43 @@ _SAID = (
 )
 
 
-def said(shown: Preview) -> str:
+def said(preview: Preview) -> str:
     """Format a preview in a few lines."""
-    runs = f"{shown.count} runs" if shown.count > 1 else "one run"
-    parts = [f"{label} {_quantity(name, shown.estimates.get(name))}" for name, label in _SAID if _shows(shown, name)]
-    each = " each" if shown.count > 1 else ""
-    steps = f" of at most {shown.steps} steps{each}" if shown.steps else ""
+    runs = f"{preview.count} runs" if preview.count > 1 else "one run"
+    parts = [
+        f"{label} {_quantity(name, preview.estimates.get(name))}" for name, label in _SAID if _shows(preview, name)
+    ]
+    suffix = " each" if preview.count > 1 else ""
+    steps = f" of at most {preview.steps} steps{suffix}" if preview.steps else ""
     lines = [f"What {runs}{steps} would take: {'; '.join(parts)}."]
-    if shown.count > 1:
-        wall = shown.estimates.get("wall_hours")
-        total = "" if wall is None else f"; {shown.count} one after the other take {_hours(wall.times(shown.count))}"
+    if preview.count > 1:
+        wall = preview.estimates.get("wall_hours")
+        total = (
+            "" if wall is None else f"; {preview.count} one after the other take {_hours(wall.times(preview.count))}"
+        )
         lines[0] += f" The time is that of one run{total}. The other figures are for all runs together."
-    lines.append(shown.basis)
-    if shown.caps:
-        caps = ", ".join(f"{value:.3g} {name}" for name, value in shown.caps.items())
+    lines.append(preview.basis)
+    if preview.caps:
+        caps = ", ".join(f"{value:.3g} {name}" for name, value in preview.caps.items())
         lines.append(f"Each run is stopped with a checkpoint at: {caps}.")
     return "\n".join(lines)
 
 
-def structured(shown: Preview) -> dict[str, Any]:
+def structured(preview: Preview) -> dict[str, Any]:
     """Return the preview for an answer's structure; unknown quantities are null."""
     estimates = {
-        name: None if one is None else {"value": _short(one.value), "low": _short(one.low), "high": _short(one.high)}
-        for name, one in shown.estimates.items()
+        name: None
+        if estimate is None
+        else {"value": _short(estimate.value), "low": _short(estimate.low), "high": _short(estimate.high)}
+        for name, estimate in preview.estimates.items()
     }
     return {
         "estimates": estimates,
-        "basis": shown.basis,
-        "runs": shown.count,
-        "steps": shown.steps,
-        "caps": shown.caps,
-        "hash": shown.hash,
+        "basis": preview.basis,
+        "runs": preview.count,
+        "steps": preview.steps,
+        "caps": preview.caps,
+        "hash": preview.hash,
     }
 
 
@@ -77,23 +83,27 @@ def ask_to_confirm(refused: ConfirmationNeeded) -> NotPossibleNow:
     return NotPossibleNow(f"{refused.message}\n{said(refused.preview)}", hint=refused.hint)
 
 
-def _shows(shown: Preview, name: str) -> bool:
-    one = shown.estimates.get(name)
-    return not (name == "gpu_hours" and one is not None and not one.high)
+def _shows(preview: Preview, name: str) -> bool:
+    estimate = preview.estimates.get(name)
+    return not (name == "gpu_hours" and estimate is not None and not estimate.high)
 
 
-def _quantity(name: str, one: Estimate | None) -> str:
-    if one is None:
+def _quantity(name: str, estimate: Estimate | None) -> str:
+    if estimate is None:
         return "unknown"
     if name == "wall_hours":
-        return _hours(one)
+        return _hours(estimate)
     unit = {"cpu_hours": " CPU-hours", "gpu_hours": " GPU-hours", "cost_usd": " USD"}.get(name, " GB")
-    text = f"{one.value:.3g}{unit}"
-    return text if f"{one.low:.3g}" == f"{one.high:.3g}" else f"{text} ({one.low:.3g} to {one.high:.3g})"
+    text = f"{estimate.value:.3g}{unit}"
+    return (
+        text
+        if f"{estimate.low:.3g}" == f"{estimate.high:.3g}"
+        else f"{text} ({estimate.low:.3g} to {estimate.high:.3g})"
+    )
 
 
-def _hours(one: Estimate) -> str:
-    low, middle, high = (duration(value * 3600) for value in (one.low, one.value, one.high))
+def _hours(estimate: Estimate) -> str:
+    low, middle, high = (duration(value * 3600) for value in (estimate.low, estimate.value, estimate.high))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 

@@ -58,7 +58,7 @@ class Changes:
 
     def news(self) -> list[str]:
         """Return the changed resources that may be reported now."""
-        now, found = time.monotonic(), []
+        now, changed_uris = time.monotonic(), []
         for uri, watched in list(self._watched.items()):
             try:
                 watched.look()
@@ -68,8 +68,8 @@ class Changes:
                 watched.gone = True
             if watched.pending and now - watched.named_at >= self._every_s:
                 watched.pending, watched.named_at = False, now
-                found.append(uri)
-        return found
+                changed_uris.append(uri)
+        return changed_uris
 
 
 _Detector = Callable[[], bool]
@@ -101,10 +101,10 @@ def _detector(workshop: Workshop, place: Place) -> _Detector:
 
     def stat() -> object:
         try:
-            found = path.stat()
+            file_stat = path.stat()
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns
 
     return _ValueChange(stat)
 

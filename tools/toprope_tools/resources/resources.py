@@ -82,15 +82,15 @@ def resource_at(uri: str) -> Place:
         return Place(None, DATASETS, dataset[1] or "")
     if (page := _DOCS.fullmatch(uri)) is not None:
         return Place(None, DOCS, page[1] or "")
-    found = _URI.fullmatch(uri)
-    if found is None or (found[3] and not is_component(found[3])):
+    match = _URI.fullmatch(uri)
+    if match is None or (match[3] and not is_component(match[3])):
         raise NotFound(
             f"There is no resource {uri[:200]!r}.",
             hint="There are toprope://runs, and for each run toprope://runs/RUN_ID, /config, /metrics, /plot.png, "
             f"/logs/COMPONENT ({', '.join(COMPONENTS)}); toprope://datasets, toprope://datasets/NAME; "
             "toprope://docs, toprope://docs/PAGE.",
         )
-    return Place(found[1], (found[2] or "").partition("/")[0], found[3] or "")
+    return Place(match[1], (match[2] or "").partition("/")[0], match[3] or "")
 
 
 async def read(workshop: Workshop, place: Place) -> tuple[str | bytes, str]:
@@ -152,12 +152,12 @@ def _datasets(workshop: Workshop) -> str:
     for name in store.names()[:_RUNS]:
         versions = store.versions(name)
         newest = store.find(name).record if versions else None
-        told = (
+        figures = (
             {}
             if newest is None
             else {"items": newest.items, "made_at": newest.made_at, "about": marked(newest.description, 300)}
         )
-        items.append({"name": name, "versions": versions, "inbox": store.inbox(name).is_file(), **told})
+        items.append({"name": name, "versions": versions, "inbox": store.inbox(name).is_file(), **figures})
     return json.dumps({"datasets": items}, ensure_ascii=False)
 
 
@@ -165,7 +165,7 @@ def dataset_versions(workshop: Workshop, name: str) -> tuple[tuple[str, ...], ..
     """Return the versions of one data set, or of all if `name` is empty."""
     store = DatasetStore(workshop.home.datasets)
     names = [name.partition("@")[0]] if name else store.names()
-    return tuple((one, *store.versions(one)) for one in names)
+    return tuple((dataset_name, *store.versions(dataset_name)) for dataset_name in names)
 
 
 def _card(workshop: Workshop, name: str) -> str:
@@ -204,21 +204,21 @@ def _marked(failure: Failure) -> dict[str, Any]:
 
 def _config(workshop: Workshop, run_id: str) -> str:
     specification = Specification.read(workshop.runs.folder(run_id))
-    shown = {
+    data = {
         "run_id": run_id,
         "kind": specification.kind,
         "environment": specification.environment.name,
         "config": specification.config.model_dump(mode="json"),
     }
-    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
 def _metrics(workshop: Workshop, run_id: str) -> str:
     status = workshop.runs.status(run_id)
     rows = read_history(workshop.runs.folder(run_id).metrics, _ROWS).rows
     if not status.ended:
-        told = told_numbers(workshop, run_id)[0].get("step") or 0
-        rows = [row for row in rows if row["step"] <= told]
+        told_step = told_numbers(workshop, run_id)[0].get("step") or 0
+        rows = [row for row in rows if row["step"] <= told_step]
     most = _ROWS
     while len((text := _csv(_thinned(rows, most))).encode()) > 4 * TOKEN_BUDGET and most > 2:
         most = most * 3 // 4
@@ -240,5 +240,5 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     writer = csv.DictWriter(text, columns or ["step"], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({key: f"{one:.6g}" if isinstance(one, float) else one for key, one in row.items()})
+        writer.writerow({key: f"{cell:.6g}" if isinstance(cell, float) else cell for key, cell in row.items()})
     return text.getvalue()

@@ -43,32 +43,32 @@ async def compare_runs(workshop: Workshop, *, a: Sequence[str], b: Sequence[str]
 
 def compared_sides(workshop: Workshop, a: list[str], b: list[str]) -> Answer:
     """Answer the comparison. Raises: as `compare_runs`."""
-    sides = [_side(workshop, ids, which) for ids, which in ((a, "a"), (b, "b"))]
-    one, other = sides
-    if problems := unlike(one, other):
+    sides = [_side(workshop, ids, label) for ids, label in ((a, "a"), (b, "b"))]
+    side_a, side_b = sides
+    if problems := unlike(side_a, side_b):
         raise InvalidValue(
             "These cannot be compared:\n" + "\n".join(f"- {clip(problem, 500)}" for problem in problems),
             hint="Compare runs of the same environment, knobs, tasks and evaluator, or start both anew.",
         )
-    measured_tasks = {len(run.sampled.tasks) for run in (*one.runs, *other.runs)}
-    one, other = on_shared_tasks(one, other)
-    sampled, greedy = compare(one, other), compare(one, other, greedy=True)
+    measured_tasks = {len(run.sampled.tasks) for run in (*side_a.runs, *side_b.runs)}
+    side_a, side_b = on_shared_tasks(side_a, side_b)
+    sampled, greedy = compare(side_a, side_b), compare(side_a, side_b, greedy=True)
     assert sampled is not None
-    split = one.runs[0].conditions["kind of measurement"]
-    tasks = len(one.runs[0].sampled.tasks)
-    remarks = _remarks(one, other, sampled)
+    split = side_a.runs[0].conditions["kind of measurement"]
+    tasks = len(side_a.runs[0].sampled.tasks)
+    remarks = _remarks(side_a, side_b, sampled)
     lines = [f"b compared with a on {tasks} {split.replace(' of a test', '')}."]
     if measured_tasks != {tasks}:
         lines[0] += f" They measured {' and '.join(map(str, sorted(measured_tasks)))}; only shared tasks count."
-    lines += _judged("sampled", sampled)
-    lines += _judged("greedy", greedy) if greedy is not None else []
-    lines += [_cost("a", one), _cost("b", other), *remarks]
+    lines += _comparison_lines("sampled", sampled)
+    lines += _comparison_lines("greedy", greedy) if greedy is not None else []
+    lines += [_cost("a", side_a), _cost("b", side_b), *remarks]
     if sampled.verdict == "none":
-        lines += [*_settling(sampled), *_run_causes(workshop, one, other)]
-    lines.append(_next(one, other, sampled))
+        lines += [*_describe_settling(sampled), *_run_causes(workshop, side_a, side_b)]
+    lines.append(_next(side_a, side_b, sampled))
     data = answers.CompareAnswer(
-        a=_structured_side(one),
-        b=_structured_side(other),
+        a=_structured_side(side_a),
+        b=_structured_side(side_b),
         tasks=tasks,
         split=split,
         sampled=_structure(sampled),
@@ -78,12 +78,12 @@ def compared_sides(workshop: Workshop, a: list[str], b: list[str]) -> Answer:
     return Answer("\n".join(lines), data)
 
 
-def _side(workshop: Workshop, ids: list[str], which: str) -> Side:
+def _side(workshop: Workshop, ids: list[str], label: str) -> Side:
     run_ids = expand(workshop.home.runs, ids)
     if not run_ids:
-        raise InvalidValue(f"{which} names no run.", hint="list_runs names runs and seed groups.")
+        raise InvalidValue(f"{label} names no run.", hint="list_runs names runs and seed groups.")
     if len(run_ids) > _MOST_RUNS:
-        raise InvalidValue(f"{which} names {len(run_ids)} runs.", hint=f"At most {_MOST_RUNS} per side.")
+        raise InvalidValue(f"{label} names {len(run_ids)} runs.", hint=f"At most {_MOST_RUNS} per side.")
     statuses = [workshop.runs.status(run_id) for run_id in run_ids]
     live = [status.run_id for status in statuses if not status.ended]
     if live:
@@ -91,28 +91,28 @@ def _side(workshop: Workshop, ids: list[str], which: str) -> Side:
             f"{', '.join(live)} {'have' if len(live) > 1 else 'has'} not ended: held-out tasks are measured last.",
             hint=f"{call('check_status', run_ids=live, wait_s=45)} waits for it.",
         )
-    found = [measured(workshop.runs.folder(status.run_id), status.state) for status in statuses]
-    return Side(ids[0] if len(ids) == 1 else ", ".join(run_ids), tuple(found))
+    measurements = [measured(workshop.runs.folder(status.run_id), status.state) for status in statuses]
+    return Side(ids[0] if len(ids) == 1 else ", ".join(run_ids), tuple(measurements))
 
 
-def _judged(label: str, found: Comparison) -> list[str]:
+def _comparison_lines(label: str, comparison: Comparison) -> list[str]:
     verdict = {
         "a": "a is better",
         "b": "b is better",
         "none": "no difference shown",
-    }[found.verdict]
-    difference = found.difference
+    }[comparison.verdict]
+    difference = comparison.difference
     lines = [
-        f"{label}: a {_means(found.a)}, b {_means(found.b)}; difference {_points(difference.value)} "
-        f"[{_points(difference.low)}, {_points(difference.high)}] points: {verdict}. {found.why}",
-        f"  paired test over tasks p {found.p_tasks:.2g} (b solves {plural(found.only_b, 'task')} more often, "
-        f"a {found.only_a}); effect size h {found.effect:+.2f} ({_size(found.effect)}); noise floor "
-        f"{100 * found.noise_floor:.1f} points, from {found.floor_basis}.",
+        f"{label}: a {_means(comparison.a)}, b {_means(comparison.b)}; difference {_points(difference.value)} "
+        f"[{_points(difference.low)}, {_points(difference.high)}] points: {verdict}. {comparison.why}",
+        f"  paired test over tasks p {comparison.p_tasks:.2g} (b solves {plural(comparison.only_b, 'task')} "
+        f"more often, a {comparison.only_a}); effect size h {comparison.effect:+.2f} ({_size(comparison.effect)}); "
+        f"noise floor {100 * comparison.noise_floor:.1f} points, from {comparison.floor_basis}.",
     ]
-    if found.rests_on:
+    if comparison.rests_on:
         lines.append(
-            f"  The difference rests on {', '.join(found.rests_on)}: without it less than half remains. A win of one "
-            "seed alone does not prove a gain."
+            f"  The difference rests on {', '.join(comparison.rests_on)}: without it less than half remains. "
+            "A win of one seed alone does not prove a gain."
         )
     return lines
 
@@ -121,18 +121,18 @@ def _means(means: Means) -> str:
     interval = means.interval
     text = f"{percent(interval.value)} [{percent(interval.low)}, {percent(interval.high)}]"
     if len(means.by_run) > 1:
-        text += f" over {len(means.by_run)} seeds ({', '.join(percent(one) for one in means.by_run)})"
+        text += f" over {len(means.by_run)} seeds ({', '.join(percent(accuracy) for accuracy in means.by_run)})"
     return text
 
 
-def _settling(found: Comparison) -> list[str]:
+def _describe_settling(comparison: Comparison) -> list[str]:
     """Say how many tasks and seeds would settle an undecided comparison."""
-    if found.tasks_needed is None:
+    if comparison.tasks_needed is None:
         return ["The difference is nearly 0: no number of tasks or seeds would show one worth having."]
-    tasks = f"about {found.tasks_needed:,} shared tasks (evaluation.heldout_tasks)"
-    if found.seeds_needed is None:
+    tasks = f"about {comparison.tasks_needed:,} shared tasks (evaluation.heldout_tasks)"
+    if comparison.seeds_needed is None:
         return [f"To settle a difference of this size: {tasks}, and 3 seeds or more on each side."]
-    seeds = f"{found.seeds_needed:,} seeds on each side"
+    seeds = f"{comparison.seeds_needed:,} seeds on each side"
     return [f"To settle a difference of this size: {tasks} and {seeds}."]
 
 
@@ -144,12 +144,12 @@ def _run_causes(workshop: Workshop, a: Side, b: Side) -> list[str]:
         specification = Specification.read(folder)
         if not specification.run_kind.trains:
             continue
-        found, rose = explain_run(folder, specification, status), learned(status)
-        if not found.causes and rose is not False:
+        diagnosis, rose = explain_run(folder, specification, status), learned(status)
+        if not diagnosis.causes and rose is not False:
             continue
-        text = f"{run.run_id}{' did not learn' if rose is False else ''}. {short_causes(found)}".rstrip()
-        if found.differs:
-            text += f" It differs from the preset in {differing(found.differs)}."
+        text = f"{run.run_id}{' did not learn' if rose is False else ''}. {short_causes(diagnosis)}".rstrip()
+        if diagnosis.differs:
+            text += f" It differs from the preset in {differing(diagnosis.differs)}."
         lines.append(text)
     return lines
 
@@ -162,7 +162,7 @@ def _size(effect: float) -> str:
     return next((word for limit, word in _EFFECTS if abs(effect) < limit), "large")
 
 
-def _cost(which: str, side: Side) -> str:
+def _cost(label: str, side: Side) -> str:
     total, runs = _total(side), len(side.runs)
     parts = [plural(total["steps"], "step"), plural(total["rollouts"], "rollout")]
     if total["train_s"] is not None:
@@ -173,42 +173,44 @@ def _cost(which: str, side: Side) -> str:
         parts.append(f"{total['gpu_s'] / 3600:.2g} GPU-hours")
     if total["usd"] is not None:
         parts.append(f"{total['usd']:.3g} USD")
-    before = _ancestors(side)
-    beside = f", with what it builds on ({', '.join(before)})" if before else ""
+    ancestors = _ancestors(side)
+    built_on = f", with what it builds on ({', '.join(ancestors)})" if ancestors else ""
     lost = sorted({run_id for run in side.runs for run_id in run.lost_ancestors})
     unknown = f" The cost of {', '.join(lost)}, which it builds on, is unknown." if lost else ""
-    return f"{which} ({side.name}) took {', '.join(parts)}{f' in {runs} runs' if runs > 1 else ''}{beside}.{unknown}"
+    return f"{label} ({side.name}) took {', '.join(parts)}{f' in {runs} runs' if runs > 1 else ''}{built_on}.{unknown}"
 
 
 def _ancestors(side: Side) -> dict[str, Cost]:
     """Return the costs of the runs that a side builds on, each once."""
-    own = {run.run_id for run in side.runs}
-    return {run_id: cost for run in side.runs for run_id, cost in run.ancestors.items() if run_id not in own}
+    own_ids = {run.run_id for run in side.runs}
+    return {run_id: cost for run in side.runs for run_id, cost in run.ancestors.items() if run_id not in own_ids}
 
 
 def _total(side: Side) -> dict[str, Any]:
     """Sum the costs of the runs and of what they build on; None for a cost that was not measured in every run."""
     costs = [*(run.cost for run in side.runs), *_ancestors(side).values()]
-    found: dict[str, Any] = {}
+    totals: dict[str, Any] = {}
     for name in ("steps", "rollouts", "wall_s", "train_s", "cpu_s", "gpu_s", "usd"):
         values = [getattr(cost, name) for cost in costs]
-        found[name] = None if any(value is None for value in values) else round(sum(values), 4)
-    return found
+        totals[name] = None if any(value is None for value in values) else round(sum(values), 4)
+    return totals
 
 
 def _remarks(a: Side, b: Side, sampled: Comparison) -> list[str]:
     runs = [*a.runs, *b.runs]
     remarks = []
     for name in runs[0].loose:
-        told = {run.loose.get(name, "unknown") for run in runs}
-        if len(told) > 1:
-            remarks.append(f"They differ in {name} ({', '.join(sorted(told)[:4])}), which is part of the difference.")
+        conditions = {run.loose.get(name, "unknown") for run in runs}
+        if len(conditions) > 1:
+            remarks.append(
+                f"They differ in {name} ({', '.join(sorted(conditions)[:4])}), which is part of the difference."
+            )
     if max(len(a.runs), len(b.runs)) == 1 and runs[0].conditions["kind of measurement"].endswith("after training"):
         remarks.append("One seed on each side: the spread between seeds was not measured.")
     lone = {run_id: won for run_id, won in sampled.lone_wins.items() if won}
     if lone:
-        told_wins = ", ".join(f"{run_id} {won}" for run_id, won in lone.items())
-        remarks.append(f"Tasks that only one seed of a side solves: {told_wins}.")
+        wins = ", ".join(f"{run_id} {won}" for run_id, won in lone.items())
+        remarks.append(f"Tasks that only one seed of a side solves: {wins}.")
     return remarks
 
 
@@ -233,33 +235,33 @@ def _structured_side(side: Side) -> answers.ComparedSide:
     )
 
 
-def _structure(found: Comparison) -> answers.Judged:
-    def means(one: Means) -> dict[str, Any]:
-        interval = one.interval
+def _structure(comparison: Comparison) -> answers.Judged:
+    def means(side_means: Means) -> dict[str, Any]:
+        interval = side_means.interval
         return {
             "mean": _short(interval.value),
             "low": _short(interval.low),
             "high": _short(interval.high),
-            "by_run": [_short(value) for value in one.by_run],
-            "sd_between_seeds": None if one.spread is None else _short(one.spread),
+            "by_run": [_short(value) for value in side_means.by_run],
+            "sd_between_seeds": None if side_means.spread is None else _short(side_means.spread),
         }
 
-    difference = found.difference
+    difference = comparison.difference
     return answers.Judged.of(
-        found,
-        a=means(found.a),
-        b=means(found.b),
+        comparison,
+        a=means(comparison.a),
+        b=means(comparison.b),
         difference={
             "value": _short(difference.value),
             "low": _short(difference.low),
             "high": _short(difference.high),
         },
-        noise_floor=_short(found.noise_floor),
-        p_tasks=float(f"{found.p_tasks:.4g}"),
-        effect_h=_short(found.effect),
-        tasks_only_a=found.only_a,
-        tasks_only_b=found.only_b,
-        rests_on=list(found.rests_on),
+        noise_floor=_short(comparison.noise_floor),
+        p_tasks=float(f"{comparison.p_tasks:.4g}"),
+        effect_h=_short(comparison.effect),
+        tasks_only_a=comparison.only_a,
+        tasks_only_b=comparison.only_b,
+        rests_on=list(comparison.rests_on),
     )
 
 

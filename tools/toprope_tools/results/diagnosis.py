@@ -29,18 +29,20 @@ def findings_lines(status: Status, events: Sequence[Event], causes: Explanation)
     for place, cause in enumerate(causes.causes[:_MOST]):
         lines.append(f"{place + 1}. {_head(cause)}: {told_by(cause.rule, cause.what, 240)}{_mend(cause)}")
         lines += [
-            f"   below it: {_head(one)}: {told_by(one.rule, one.what, 120)}" for one in causes.below.get(cause.rule, ())
+            f"   below it: {_head(finding)}: {told_by(finding.rule, finding.what, 120)}"
+            for finding in causes.below.get(cause.rule, ())
         ]
     if len(causes.causes) > _MOST:
         lines.append(f"The structure has {plural(len(causes.causes) - _MOST, 'more cause')}.")
-    told = {one.rule for one in causes.causes} | {one.rule for ones in causes.below.values() for one in ones}
+    cause_rules = {finding.rule for finding in causes.causes}
+    cause_rules |= {finding.rule for below in causes.below.values() for finding in below}
     for finding in status.findings:
-        if finding.rule not in told and finding.level == "note":
+        if finding.rule not in cause_rules and finding.level == "note":
             lines.append(f"Finding {_head(finding)}: {told_by(finding.rule, finding.what, 240)}{_next(finding)}")
-    held = {finding.rule for finding in status.findings} | told
+    covered_rules = {finding.rule for finding in status.findings} | cause_rules
     over: dict[str, Finding] = {}
-    for finding in _told(events):
-        if finding.level != "over" and finding.rule not in held:
+    for finding in _findings_in(events):
+        if finding.level != "over" and finding.rule not in covered_rules:
             over[finding.rule] = finding
     if over:
         listed = [
@@ -75,23 +77,23 @@ def mending_lines(run_id: str, preset: str, causes: Explanation, *, learned: boo
 
 def differing(differs: Mapping[str, Sequence[Any]]) -> str:
     """Format fields with their value and the preset's in brackets."""
-    shown = list(differs.items())[:_MOST_FIELDS]
-    listed = [f"{named(name)} {setting(pair[1])} ({setting(pair[0])})" for name, pair in shown if len(pair) == 2]
-    more = f" and {plural(len(differs) - _MOST_FIELDS, 'more field')}" if len(differs) > _MOST_FIELDS else ""
-    return ", ".join(listed) + more
+    fields = list(differs.items())[:_MOST_FIELDS]
+    listed = [f"{named(name)} {setting(pair[1])} ({setting(pair[0])})" for name, pair in fields if len(pair) == 2]
+    omitted = f" and {plural(len(differs) - _MOST_FIELDS, 'more field')}" if len(differs) > _MOST_FIELDS else ""
+    return ", ".join(listed) + omitted
 
 
 def causes_structure(causes: Explanation) -> dict[str, Any] | None:
     """Return the causes for programs: ranked, with fields and changes; None if there are none and nothing differs."""
     if not causes.causes and not causes.differs:
         return None
-    ranked = [{"rule": one.rule, "fields": list(one.changes), "changes": one.changes} for one in causes.causes]
+    ranked = [{"rule": cause.rule, "fields": list(cause.changes), "changes": cause.changes} for cause in causes.causes]
     return {"ranked": ranked, "changes": causes.changes, "differs": causes.differs}
 
 
 def short_causes(causes: Explanation) -> str:
     """Return the first three causes in one sentence; empty without causes."""
-    listed = [named(one.rule) + (f" ({said(one.changes)})" if one.changes else "") for one in causes.causes[:3]]
+    listed = [named(cause.rule) + (f" ({said(cause.changes)})" if cause.changes else "") for cause in causes.causes[:3]]
     return f"Likely causes, in order: {', '.join(listed)}." if listed else ""
 
 
@@ -100,7 +102,7 @@ def findings_told(status: Status, events: Sequence[Event], *, detailed: bool) ->
     threshold and source."""
     if detailed:
         notes = [finding for finding in status.findings if finding.level == "note"]
-        return [finding.model_dump(mode="json") for finding in [*_told(events), *notes]]
+        return [finding.model_dump(mode="json") for finding in [*_findings_in(events), *notes]]
     short = {"rule", "level", "observed", "next", "step", "confidence"}
     return [finding.model_dump(mode="json", include=short) for finding in status.findings]
 
@@ -134,12 +136,12 @@ def _next(finding: Finding) -> str:
     return f" Next: {told_by(finding.rule, finding.next, 240)}" if finding.next else ""
 
 
-def _told(events: Sequence[Event]) -> list[Finding]:
-    found = []
+def _findings_in(events: Sequence[Event]) -> list[Finding]:
+    findings = []
     for event in events:
         if event.kind == "finding":
             try:
-                found.append(Finding.model_validate(event.data))
+                findings.append(Finding.model_validate(event.data))
             except ValidationError:  # of a version to come
                 continue
-    return found
+    return findings

@@ -30,15 +30,15 @@ def with_picture(workshop: Workshop, run_id: str, answer: Answer) -> Answer:
         picture = folder.plot.read_bytes() if folder.plot.stat().st_size <= MOST_PLOT_BYTES else b""
     except OSError:
         if not status.run_kind.has_plot:
-            return _without(answer, f"runs of kind {status.kind} have none")
+            return _without_picture(answer, f"runs of kind {status.kind} have none")
         if not status.ended:
-            return _without(answer, "it is drawn when the run ends")
+            return _without_picture(answer, "it is drawn when the run ends")
         try:
-            picture = _drawn(folder.path)
+            picture = _draw(folder.path)
         except _NotDrawn as error:
-            return _without(answer, f"it could not be drawn: {clip(str(error), 200)}")
+            return _without_picture(answer, f"it could not be drawn: {clip(str(error), 200)}")
     if not 0 < len(picture) <= MOST_PLOT_BYTES:
-        return _without(answer, f"it is larger than {MOST_PLOT_BYTES >> 20} MiB; it is at {folder.plot}")
+        return _without_picture(answer, f"it is larger than {MOST_PLOT_BYTES >> 20} MiB; it is at {folder.plot}")
     return replace(answer, picture=picture)
 
 
@@ -46,19 +46,21 @@ class _NotDrawn(Exception):
     """The plot could not be drawn; the message says why."""
 
 
-def _drawn(run: Path) -> bytes:
+def _draw(run: Path) -> bytes:
     with tempfile.TemporaryDirectory(prefix="toprope-plot-") as place:
         picture = Path(place) / "plot.png"
         program = [sys.executable, "-P", "-m", "toprope.analysis.plots", str(run), str(picture)]
         try:
-            done = subprocess.run(program, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LIMIT_S, check=False)
+            process = subprocess.run(
+                program, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LIMIT_S, check=False
+            )
         except subprocess.TimeoutExpired:
             raise _NotDrawn(f"not within {_LIMIT_S:.0f} s") from None
-        if done.returncode != 0 or not picture.exists():
-            said = done.stderr.decode(errors="replace").strip().splitlines()
-            raise _NotDrawn(said[-1] if said else "no reason was given")
+        if process.returncode != 0 or not picture.exists():
+            error_lines = process.stderr.decode(errors="replace").strip().splitlines()
+            raise _NotDrawn(error_lines[-1] if error_lines else "no reason was given")
         return picture.read_bytes()
 
 
-def _without(answer: Answer, why: str) -> Answer:
-    return replace(answer, text=f"{answer.text}\nNo picture: {why}.")
+def _without_picture(answer: Answer, reason: str) -> Answer:
+    return replace(answer, text=f"{answer.text}\nNo picture: {reason}.")

@@ -22,16 +22,16 @@ _MOST = 12
 def environment_lines(label: str, evaluation: Evaluation, rose_each: Mapping[str, bool]) -> list[str]:
     """Return one line per environment of an evaluation; after training, with whether its accuracy rose."""
     lines = []
-    for name, one in list(evaluation.environments.items())[:_MOST]:
-        if one.sampled is None:
+    for name, result in list(evaluation.environments.items())[:_MOST]:
+        if result.sampled is None:
             continue
-        line = f"  {named(name)}: {accuracy(one.sampled)} on {one.sampled.tasks}"
-        if one.split == "train" != evaluation.split:
+        line = f"  {named(name)}: {accuracy(result.sampled)} on {result.sampled.tasks}"
+        if result.split == "train" != evaluation.split:
             line += ", trained on and left out above"
-        if one.greedy is not None:
-            line += f"; greedy {accuracy(one.greedy)}"
-        if one.sampled.errors:
-            line += f"; {plural(one.sampled.errors, 'error')}"
+        if result.greedy is not None:
+            line += f"; greedy {accuracy(result.greedy)}"
+        if result.sampled.errors:
+            line += f"; {plural(result.sampled.errors, 'error')}"
         if label == "after" and name in rose_each:
             line += "; rose by more than the intervals" if rose_each[name] else "; no difference shown"
         lines.append(f"{line}.")
@@ -41,37 +41,37 @@ def environment_lines(label: str, evaluation: Evaluation, rose_each: Mapping[str
 def curricula_lines(curricula: Mapping[str, Any]) -> list[str]:
     """Return one line per curriculum: its level, and the evaluations that opened levels."""
     lines = []
-    for label, one in list(curricula.items())[:_MOST]:
-        levels, level = one["levels"], one["level"]
-        line = f"Curriculum of {named(label)}: {named(one['knob'], 60)} {value(levels[level])}, level {level + 1} of "
-        line += f"{len(levels)} since step {one['since']}."
-        opened = [f"step {m['step']} ({m['successes']}/{m['tasks']} solved)" for m in one["opened"][-_MOST:]]
+    for label, curriculum in list(curricula.items())[:_MOST]:
+        levels, level = curriculum["levels"], curriculum["level"]
+        line = f"Curriculum of {named(label)}: {named(curriculum['knob'], 60)} {value(levels[level])}, "
+        line += f"level {level + 1} of {len(levels)} since step {curriculum['since']}."
+        opened = [f"step {m['step']} ({m['successes']}/{m['tasks']} solved)" for m in curriculum["opened"][-_MOST:]]
         if opened:
             line += f" Opened at {', '.join(opened)}."
-        if (last := one.get("last")) is not None and last not in one["opened"]:
-            line += f" Last measured {last['successes']}/{last['tasks']} at step {last['step']}."
+        if (last_check := curriculum.get("last")) is not None and last_check not in curriculum["opened"]:
+            line += f" Last measured {last_check['successes']}/{last_check['tasks']} at step {last_check['step']}."
         lines.append(line)
     return lines
 
 
 def integrity_section(
-    workshop: Workshop, run_id: str, found: Integrity | None, *, ended: bool, detailed: bool
+    workshop: Workshop, run_id: str, integrity: Integrity | None, *, ended: bool, detailed: bool
 ) -> tuple[list[str], list[dict[str, Any]] | None]:
     """Return lines and structure of a run's integrity checks; nothing for runs that do not train.
 
     Args:
-        found: The checks of its report.
+        integrity: The checks of its report.
         ended: Whether the run has ended; the checks are incomplete before.
         detailed: Return all checks instead of warnings alone.
     """
-    if found is None or not (ended or detailed):
+    if integrity is None or not (ended or detailed):
         return [], None
-    checks = list(found.checks)
+    checks = list(integrity.checks)
     if (seeds := _seeds(workshop, run_id)) is not None:
         checks.append(seeds)
-    shown = checks if detailed else [check for check in checks if check.state == "warning"]
-    lines = [f"Integrity, {check.name}: {check.state}. {clip(check.what, 400)}" for check in shown]
-    return lines, [check.model_dump(mode="json") for check in shown] or None
+    shown_checks = checks if detailed else [check for check in checks if check.state == "warning"]
+    lines = [f"Integrity, {check.name}: {check.state}. {clip(check.what, 400)}" for check in shown_checks]
+    return lines, [check.model_dump(mode="json") for check in shown_checks] or None
 
 
 def _seeds(workshop: Workshop, run_id: str) -> Check | None:
@@ -79,10 +79,10 @@ def _seeds(workshop: Workshop, run_id: str) -> Check | None:
     group = group_of(run_id)
     if group is None:
         return None
-    found = []
-    for other in members(workshop.home.runs, group[0]):
+    measurements = []
+    for member_id in members(workshop.home.runs, group[0]):
         try:
-            found.append(measured(workshop.runs.folder(other), ""))
+            measurements.append(measured(workshop.runs.folder(member_id), ""))
         except (TopropeError, OSError):
             continue  # not measured
-    return lone_wins(run_id, found)
+    return lone_wins(run_id, measurements)

@@ -82,11 +82,11 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     if report is None:
         report = gather(folder, specification, status)
         report = report if status.ended else limit_report(workshop, report)
-    told = labels_to_tell(report.evaluations, _MOST_ALONG[detailed])
-    left = len(report.evaluations) - len(told)
-    report = report.model_copy(update={"evaluations": {label: report.evaluations[label] for label in told}})
+    labels = labels_to_tell(report.evaluations, _MOST_ALONG[detailed])
+    omitted = len(report.evaluations) - len(labels)
+    report = report.model_copy(update={"evaluations": {label: report.evaluations[label] for label in labels}})
     report = report.model_copy(update={"standard": read_measurements(folder)})  # some come after the run's end
-    said = [AnsweredConversation.model_validate(answer) for answer in report.answers]
+    answered = [AnsweredConversation.model_validate(answer) for answer in report.answers]
     lines = [_head(status, report)]
     changed = _changed_after_end(status, folder) if complete else ""
     lines += [changed] if changed else []
@@ -95,12 +95,14 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     elif specification.sweep is not None:
         lines += sweep_lines(folder, specification.sweep)
     elif specification.ask is not None:
-        lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said)]
+        lines += [f"Asked: {specification.ask.asked}.", *answer_lines(answered)]
         lines += [] if status.ended else served_lines(folder)
     else:
         lines += _evaluations(report, specification.config)
         lines += (
-            [f"{plural(left, 'evaluation')} along the way left out; {folder.evaluations} has them."] if left else []
+            [f"{plural(omitted, 'evaluation')} along the way left out; {folder.evaluations} has them."]
+            if omitted
+            else []
         )
     lines += [f"Standard task {line}" for line in standard_lines(report.standard, named)]
     repeated = compared_with_original(workshop, specification)
@@ -110,7 +112,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     causes = explain_run(folder, specification, status)
     lines += findings_lines(status, events, causes)
     lines += time_line(report.time)
-    lines += _where(folder, report)
+    lines += _file_lines(folder, report)
     if status.failure is not None:
         failure = status.failure
         kind = f" ({failure.kind})" if failure.kind not in ("", "unknown") else ""
@@ -118,10 +120,12 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
             f"Failed: {failure.component}{kind}: {marked(failure.reason, 400)} {clip(failure.hint, 300)}".rstrip()
         )
         lines += marked_lines(failure.excerpt[-5:], 200)
-    taken, usage = used(folder)
-    lines += taken
-    believable, checks = integrity_section(workshop, run_id, report.integrity, ended=status.ended, detailed=detailed)
-    lines += believable
+    usage_lines, usage = used(folder)
+    lines += usage_lines
+    integrity_lines, checks = integrity_section(
+        workshop, run_id, report.integrity, ended=status.ended, detailed=detailed
+    )
+    lines += integrity_lines
     left_out = {"version", "integrity", "history", "examples"} | (set() if detailed else {"counts", "metrics"})
     structure = report.model_dump(mode="json", exclude=left_out, exclude_none=True)
     if changed:
@@ -136,26 +140,28 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         structure["sweep"] = sweep_structure(folder, specification.sweep)
     if specification.member is not None:
         structure["member"] = specification.member.model_dump(mode="json", exclude_defaults=True)
-        if (said_to_be := member_of(run_id)) is not None:  # a repetition of a member does not belong to the sweep
-            lines.insert(1, f"It is {said_to_be}; get_results of the sweep lists all candidates.")
+        if (membership := member_of(run_id)) is not None:  # a repetition of a member does not belong to the sweep
+            lines.insert(1, f"It is {membership}; get_results of the sweep lists all candidates.")
     if findings := findings_told(status, events, detailed=detailed):
         structure["findings"] = findings
     if (structured := causes_structure(causes)) is not None:
         structure["causes"] = structured
-    if said:
-        structure["answers"] = shown(said)
+    if answered:
+        structure["answers"] = shown(answered)
     if report.tested is not None:
         structure["tested"] = _tested(report.tested, detailed)
     detail: dict[str, Any] = {}
     if detailed:
         detail["history"] = [point.model_dump(exclude_none=True) for point in report.history]
         structure["examples"] = [_cut(example) for example in report.examples[:_MOST_EXAMPLES]]
-        usual, given = values_of(Config()), values_of(specification.config)
+        default_settings, settings = values_of(Config()), values_of(specification.config)
         detail["configuration"] = {  # fields that differ from the defaults, and every knob
-            name: one for name, one in given.items() if name not in usual or one != usual[name]
+            name: setting
+            for name, setting in settings.items()
+            if name not in default_settings or setting != default_settings[name]
         }
         lines += _history(report) if status.run_kind.samples else []
-        lines += [f"Fields that differ from the defaults: {_said(detail['configuration'])}"]
+        lines += [f"Fields that differ from the defaults: {_settings_text(detail['configuration'])}"]
         lines += _examples(report.examples[:_MOST_EXAMPLES])
     learned = report.rose if status.ended else None
     trained = specification.run_kind.trains
@@ -185,8 +191,8 @@ def _within_budget(text: str, data: answers.Result) -> Answer:
     while tokens(answer) > TOKEN_BUDGET and len(data.results) > 1:
         longest = max(data.results, key=lambda key: len(json.dumps(data.results[key])) if key != "left_out" else 0)
         left_out.append(longest)
-        kept = {key: one for key, one in data.results.items() if key != longest}
-        data = data.model_copy(update={"results": {**kept, "left_out": left_out}})
+        remaining = {key: part for key, part in data.results.items() if key != longest}
+        data = data.model_copy(update={"results": {**remaining, "left_out": left_out}})
         answer = Answer(text, data)
     return answer
 
@@ -218,7 +224,7 @@ def _evaluations(report: Results, config: Config) -> list[str]:
         line += f" on {plural(evaluation.sampled.tasks, 'task')}"
         if evaluation.greedy is not None:
             line += f"; greedy {accuracy(evaluation.greedy)}"
-        lines.append(line + _rest(evaluation.sampled) + ".")
+        lines.append(line + _counts_text(evaluation.sampled) + ".")
         lines += environment_lines(label, evaluation, report.rose_each)
     lines += curricula_lines(report.curricula)
     if report.rose is not None:
@@ -238,22 +244,24 @@ def _evaluations(report: Results, config: Config) -> list[str]:
 def _models(tested: Models) -> list[str]:
     """Return one line per model; a model that was not measured says why."""
     lines = []
-    for one in tested.models:
-        name = one.name if one.name == one.model else f"{one.name} ({named(one.model)})"
-        spent = [duration(one.seconds)]
-        if one.completion_tokens is not None:
-            spent.append(f"{(one.prompt_tokens or 0) + one.completion_tokens} tokens")
-        if one.cost_usd is not None:
-            spent.append(f"{one.cost_usd:.4f} USD")
-        if one.retries:
-            spent.append(plural(one.retries, "retry", "retries"))
-        if one.unanswered:
-            spent.append(f"{plural(one.unanswered, 'task')} unanswered")
-        if one.measured is None:
-            lines.append(f"{name}: not measured: {marked(one.error or '', 400)} ({', '.join(spent)})")
+    for model in tested.models:
+        name = model.name if model.name == model.model else f"{model.name} ({named(model.model)})"
+        spent = [duration(model.seconds)]
+        if model.completion_tokens is not None:
+            spent.append(f"{(model.prompt_tokens or 0) + model.completion_tokens} tokens")
+        if model.cost_usd is not None:
+            spent.append(f"{model.cost_usd:.4f} USD")
+        if model.retries:
+            spent.append(plural(model.retries, "retry", "retries"))
+        if model.unanswered:
+            spent.append(f"{plural(model.unanswered, 'task')} unanswered")
+        if model.measured is None:
+            lines.append(f"{name}: not measured: {marked(model.error or '', 400)} ({', '.join(spent)})")
         else:
-            on = f"on {one.measured.tasks} validation tasks"
-            lines.append(f"{name}: accuracy {accuracy(one.measured)} {on}{_rest(one.measured)}; {', '.join(spent)}.")
+            on = f"on {model.measured.tasks} validation tasks"
+            lines.append(
+                f"{name}: accuracy {accuracy(model.measured)} {on}{_counts_text(model.measured)}; {', '.join(spent)}."
+            )
     if tested.best is None:
         lines.append("No model could be measured, so it is unknown whether the environment works.")
     else:
@@ -267,28 +275,30 @@ def _models(tested: Models) -> list[str]:
 def _tested(tested: Models, detailed: bool) -> dict[str, Any]:
     """Return the models for the structure, with null instead of 0 for a failure, and texts cut."""
     structure = tested.model_dump(mode="json")
-    for entry, one in zip(structure["models"], tested.models, strict=True):
-        entry["error"] = None if one.error is None else clip(one.error, 400)
-        entry["examples"] = _example_answers(one) if detailed else []
-        entry["scores"] = one.scores if detailed else []
+    for entry, model in zip(structure["models"], tested.models, strict=True):
+        entry["error"] = None if model.error is None else clip(model.error, 400)
+        entry["examples"] = _example_answers(model) if detailed else []
+        entry["scores"] = model.scores if detailed else []
     return structure
 
 
-def _example_answers(one: ModelReport) -> list[dict[str, Any]]:
+def _example_answers(model: ModelReport) -> list[dict[str, Any]]:
     return [
         {key: clip(text, _EXAMPLE_CHARACTERS) if isinstance(text, str) else text for key, text in example.items()}
-        for example in one.examples[:4]
+        for example in model.examples[:4]
     ]
 
 
-def _rest(measured: Accuracy) -> str:
+def _counts_text(measured: Accuracy) -> str:
     parts = []
     if measured.rollouts is not None:
         parts.append(plural(measured.rollouts, "answer"))
     if measured.reward_mean is not None:
         parts.append(f"reward {number(measured.reward_mean)}")
     if len(measured.parts) > 1:
-        parts.append("parts " + ", ".join(f"{named(name, 40)} {number(one)}" for name, one in measured.parts.items()))
+        parts.append(
+            "parts " + ", ".join(f"{named(name, 40)} {number(part_mean)}" for name, part_mean in measured.parts.items())
+        )
     for share, words in (
         (measured.pass_at_k, "of tasks solved at least once"),
         (measured.all_wrong_share, "of tasks all wrong"),
@@ -307,7 +317,7 @@ def _rest(measured: Accuracy) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _where(folder: RunFolder, report: Results) -> list[str]:
+def _file_lines(folder: RunFolder, report: Results) -> list[str]:
     lines = []
     if report.checkpoint is not None:
         lines.append(f"Checkpoint: {report.checkpoint} (step {report.checkpoint_step}).")
@@ -322,13 +332,13 @@ def _where(folder: RunFolder, report: Results) -> list[str]:
     return lines
 
 
-def _wandb(noted: dict[str, str], folders: list[str]) -> str:
-    if "url" in noted:
-        return f"Weights & Biases: {clip(noted['url'], 300)}"
-    folders = folders or [folder for folder in [noted.get("folder")] if folder]
-    if noted["mode"] == "offline" and folders:
+def _wandb(record: dict[str, str], folders: list[str]) -> str:
+    if "url" in record:
+        return f"Weights & Biases: {clip(record['url'], 300)}"
+    folders = folders or [folder for folder in [record.get("folder")] if folder]
+    if record["mode"] == "offline" and folders:
         return f"Weights & Biases, offline; this uploads it: {shlex.join(['wandb', 'sync', *folders])}"
-    return f"Weights & Biases ({noted['mode']}): nothing was written."
+    return f"Weights & Biases ({record['mode']}): nothing was written."
 
 
 def _history(report: Results) -> list[str]:
@@ -341,15 +351,15 @@ def _history(report: Results) -> list[str]:
     return ["History (step: reward / success): " + "; ".join(points)]
 
 
-def _said(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value(one)}" for name, one in values.items()) or "nothing"
+def _settings_text(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value(setting)}" for name, setting in values.items()) or "nothing"
 
 
 def _cut(example: Example) -> dict[str, Any]:
     """Return an example with its texts cut, because they come from an environment and a model."""
     return {
-        key: clip(one, _EXAMPLE_CHARACTERS) if isinstance(one, str) else one
-        for key, one in example.model_dump(mode="json", exclude_none=True).items()
+        key: clip(text, _EXAMPLE_CHARACTERS) if isinstance(text, str) else text
+        for key, text in example.model_dump(mode="json", exclude_none=True).items()
     }
 
 

@@ -70,21 +70,23 @@ async def browse_rollouts(
             )
         if group is not None:
             return whole_group(folder, group, cursor)
-        query = Query(order=order, task=task, part=part, failed=failed, after=_after(cursor, order), limit=_PAGE)
-        found = find_rollouts(folder, query)
-        return fitting(lambda limit: _answer(folder, query, found, limit))
+        query = Query(
+            order=order, task=task, part=part, failed=failed, after=_position_after(cursor, order), limit=_PAGE
+        )
+        page = find_rollouts(folder, query)
+        return fitting(lambda limit: _answer(folder, query, page, limit))
 
     return await to_thread.run_sync(work)
 
 
-def _after(cursor: str | None, order: Order) -> tuple[float, int] | None:
+def _position_after(cursor: str | None, order: Order) -> tuple[float, int] | None:
     if cursor is None:
         return None
-    of, _, place = cursor.partition(":")
-    if of != order and of in _ORDERS:
+    cursor_order, _, place = cursor.partition(":")
+    if cursor_order != order and cursor_order in _ORDERS:
         raise InvalidValue(
-            f"The cursor is of a page with order={of}, not {order}.",
-            hint=f"Repeat the call that gave it with the cursor added, order={of} included.",
+            f"The cursor is of a page with order={cursor_order}, not {order}.",
+            hint=f"Repeat the call that gave it with the cursor added, order={cursor_order} included.",
         )
     value, _, seq = place.rpartition("/")
     try:
@@ -93,60 +95,65 @@ def _after(cursor: str | None, order: Order) -> tuple[float, int] | None:
         raise InvalidValue(f"{clip(cursor, 60)!r} is not a cursor.", hint="Omit it for the first page.") from None
 
 
-def _answer(folder: RunFolder, query: Query, found: RolloutPage, limit: int) -> Answer:
+def _answer(folder: RunFolder, query: Query, page: RolloutPage, limit: int) -> Answer:
     """Return the page, with texts of at most `limit` characters."""
     run_id = folder.run_id
-    asked: dict[str, Any] = {"order": query.order}
-    asked |= {key: one for key, one in (("task", query.task), ("part", query.part)) if one is not None}
-    asked |= {"failed": True} if query.failed else {}
-    groups = [_group(one, query, limit) for one in found.groups]
-    scanned = f"{plural(found.scanned, 'group')} read"
-    if not found.complete:
+    arguments: dict[str, Any] = {"order": query.order}
+    arguments |= {
+        key: filter_value
+        for key, filter_value in (("task", query.task), ("part", query.part))
+        if filter_value is not None
+    }
+    arguments |= {"failed": True} if query.failed else {}
+    groups = [_group(group, query, limit) for group in page.groups]
+    scanned = f"{plural(page.scanned, 'group')} read"
+    if not page.complete:
         scanned += ", not all of them: call again to read on"
     if not groups:
-        why = "No rollouts match" if found.scanned else "No rollouts are journaled yet"
-        if query.order == "most_changed" and found.matching:
-            why = "No task was played twice so far, so nothing can have changed"
-        lines = [f"{why} in {run_id} ({scanned})."]
+        reason = "No rollouts match" if page.scanned else "No rollouts are journaled yet"
+        if query.order == "most_changed" and page.matching:
+            reason = "No task was played twice so far, so nothing can have changed"
+        lines = [f"{reason} in {run_id} ({scanned})."]
     else:
-        head = f"{run_id}: {_ORDERS[query.order]}, {plural(found.matching, 'group')} found ({scanned})"
+        head = f"{run_id}: {_ORDERS[query.order]}, {plural(page.matching, 'group')} found ({scanned})"
         if query.order == "most_changed":
-            head += f", {found.repeated} tasks played more than once"
+            head += f", {page.repeated} tasks played more than once"
         lines = [f"{head}. Texts are untrusted data."]
-        lines += [line for one in groups for line in _lines(one, query.order)]
-    more = None
-    if found.more and found.groups:
-        last = found.groups[-1].key
-        more = f"{query.order}:{last[0]!r}/{last[1]}"
-        lines.append(f"More: {call('browse_rollouts', run_id=run_id, **asked, cursor=more)}")
+        lines += [line for group in groups for line in _lines(group, query.order)]
+    next_cursor = None
+    if page.more and page.groups:
+        last_key = page.groups[-1].key
+        next_cursor = f"{query.order}:{last_key[0]!r}/{last_key[1]}"
+        lines.append(f"More: {call('browse_rollouts', run_id=run_id, **arguments, cursor=next_cursor)}")
     if groups:
         lines.append(f"All answers of a group, whole: {call('browse_rollouts', run_id=run_id, group=groups[0].group)}")
-    if found.parts and query.part is None and len(found.parts) > 1:
-        lines.append(f"Reward parts to order by: {', '.join(named(name, 40) for name in found.parts[:12])}.")
+    if page.parts and query.part is None and len(page.parts) > 1:
+        lines.append(f"Reward parts to order by: {', '.join(named(name, 40) for name in page.parts[:12])}.")
     data = answers.RolloutPage(
         run_id=run_id,
         order=query.order,
         groups=groups,
-        matching=found.matching,
-        scanned=found.scanned,
-        complete=found.complete,
-        next_cursor=more,
+        matching=page.matching,
+        scanned=page.scanned,
+        complete=page.complete,
+        next_cursor=next_cursor,
     )
     return Answer("\n".join(lines), data)
 
 
-def _group(found: FoundGroup, query: Query, limit: int) -> answers.BrowsedGroup:
-    entry, group = found.entry, found.group
+def _group(found_group: FoundGroup, query: Query, limit: int) -> answers.BrowsedGroup:
+    entry, group = found_group.entry, found_group.group
     if query.order == "most_changed":
-        picked = [*_picked(found.before, "typical", query, limit), *_picked(group, "typical", query, limit)]
+        picked = [*_picked(found_group.before, "typical", query, limit), *_picked(group, "typical", query, limit)]
     else:
-        how = {"best": ["best"], "worst": ["worst"], "newest": ["best", "worst"]}[query.order]
+        criteria = {"best": ["best"], "worst": ["worst"], "newest": ["best", "worst"]}[query.order]
         if query.failed:
-            how = ["failed"]
+            criteria = ["failed"]
         picked = []
-        for one in (rollout for name in how for rollout in _picked(group, name, query, limit)):
-            if one not in picked:
-                picked.append(one)
+        for criterion in criteria:
+            for rollout in _picked(group, criterion, query, limit):
+                if rollout not in picked:
+                    picked.append(rollout)
     prompt = None if group is None else prompt_of(group)
     return answers.BrowsedGroup(
         group=entry.seq,
@@ -157,11 +164,11 @@ def _group(found: FoundGroup, query: Query, limit: int) -> answers.BrowsedGroup:
         size=entry.size,
         prompt=None if prompt is None else clip(prompt, min(limit, _PROMPT)),
         rollouts=picked,
-        change=None if found.change is None else round(found.change, 4),
+        change=None if found_group.change is None else round(found_group.change, 4),
     )
 
 
-def _picked(group: Group | None, which: str, query: Query, limit: int) -> list[answers.ShownRollout]:
+def _picked(group: Group | None, criterion: str, query: Query, limit: int) -> list[answers.ShownRollout]:
     """Return the rollouts of a group that the order is about."""
     if group is None:
         return []
@@ -174,15 +181,17 @@ def _picked(group: Group | None, which: str, query: Query, limit: int) -> list[a
         return outcome.reward if query.part is None else outcome.parts.get(query.part, 0.0)
 
     places = sorted(range(len(outcomes)), key=worth)
-    if which == "failed":
+    if criterion == "failed":
         bad = [place for place in places if is_failed(group, outcomes, place)]
         places = (bad or places)[:1]
-    place = {"best": places[-1], "worst": places[0], "failed": places[0], "typical": places[len(places) // 2]}[which]
+    place = {"best": places[-1], "worst": places[0], "failed": places[0], "typical": places[len(places) // 2]}[
+        criterion
+    ]
     outcome, text = outcomes[place], answer_of(group, place)
     return [
         answers.ShownRollout(
             reward=round(outcome.reward, 4),
-            parts={clip(name, 40): round(one, 4) for name, one in sorted(outcome.parts.items())[:8]},
+            parts={clip(name, 40): round(part_value, 4) for name, part_value in sorted(outcome.parts.items())[:8]},
             success=outcome.success,
             truncated=outcome.truncated,
             error=None if outcome.error is None else clip(outcome.error, min(limit, 200)),
@@ -202,8 +211,8 @@ def prompt_of(group: Group) -> str | None:
     """The task's question; None if no text was kept."""
     if group.prompt is not None:
         return group.prompt
-    told = list(itertools.takewhile(lambda one: one[0] != "assistant", _conversation(group, 0)))
-    return "\n".join(text for _, text in told) or None
+    question = list(itertools.takewhile(lambda message: message[0] != "assistant", _conversation(group, 0)))
+    return "\n".join(text for _, text in question) or None
 
 
 def answer_of(group: Group, place: int) -> str | None:
@@ -211,41 +220,41 @@ def answer_of(group: Group, place: int) -> str | None:
     if group.answers is not None and place < len(group.answers):
         return group.answers[place]
     rows = [row for row in range(len(group.tokens)) if group.outcome_of(row) == place]
-    talk = [one for row in rows for one in _conversation(group, row)]
-    begun = list(itertools.dropwhile(lambda one: one[0] != "assistant", talk))
-    if len(begun) == 1:
-        return begun[0][1]
-    return "\n".join(f"{role}: {text}" for role, text in begun) or None
+    conversation = [message for row in rows for message in _conversation(group, row)]
+    answer_messages = list(itertools.dropwhile(lambda message: message[0] != "assistant", conversation))
+    if len(answer_messages) == 1:
+        return answer_messages[0][1]
+    return "\n".join(f"{role}: {text}" for role, text in answer_messages) or None
 
 
 def _conversation(group: Group, row: int) -> list[tuple[str, str]]:
     messages: Any = group.messages[row] if group.messages and row < len(group.messages) else None
     messages = messages if isinstance(messages, list) else [messages]
-    return [(str(one.get("role", "")), said(one)) for one in messages if isinstance(one, dict)]
+    return [(str(message.get("role", "")), said(message)) for message in messages if isinstance(message, dict)]
 
 
-def _task(one: answers.BrowsedGroup) -> str:
-    return named(one.task, 130) if one.task else "unnamed"
+def _task(group: answers.BrowsedGroup) -> str:
+    return named(group.task, 130) if group.task else "unnamed"
 
 
-def _lines(one: answers.BrowsedGroup, order: str) -> list[str]:
-    version = "" if one.version is None else f", policy v{one.version}"
-    head = f"group {one.group}{version}, task {_task(one)}: reward {number(one.reward_mean)}, "
-    head += f"{one.successes}/{one.size} right"
-    if one.change is not None:
-        head += f", {'up' if one.change >= 0 else 'down'} {number(abs(one.change))} since its first rollout"
+def _lines(group: answers.BrowsedGroup, order: str) -> list[str]:
+    version = "" if group.version is None else f", policy v{group.version}"
+    head = f"group {group.group}{version}, task {_task(group)}: reward {number(group.reward_mean)}, "
+    head += f"{group.successes}/{group.size} right"
+    if group.change is not None:
+        head += f", {'up' if group.change >= 0 else 'down'} {number(abs(group.change))} since its first rollout"
     lines = [head]
-    if one.prompt is None and not one.rollouts:
+    if group.prompt is None and not group.rollouts:
         lines.append("  its texts were not kept (logging.keep_rollouts), are of a held-out task, or unreadable")
-    if one.prompt is not None:
-        lines.append(f"  asked {marked(one.prompt, _LONGEST)}")
-    labels = ("then", "now") if order == "most_changed" and len(one.rollouts) == 2 else ("answer", "answer")
-    for label, rollout in zip(labels, one.rollouts, strict=False):
-        shown = "no text kept" if rollout.answer is None else marked(rollout.answer, _LONGEST)
+    if group.prompt is not None:
+        lines.append(f"  asked {marked(group.prompt, _LONGEST)}")
+    labels = ("then", "now") if order == "most_changed" and len(group.rollouts) == 2 else ("answer", "answer")
+    for label, rollout in zip(labels, group.rollouts, strict=False):
+        answer_text = "no text kept" if rollout.answer is None else marked(rollout.answer, _LONGEST)
         notes = [f"reward {number(rollout.reward)}"]
         if len(rollout.parts) > 1:
             notes.append(", ".join(f"{named(name, 40)} {number(value)}" for name, value in rollout.parts.items()))
         notes += ["cut off"] if rollout.truncated else []
         notes += [f"error: {marked(rollout.error, _LONGEST)}"] if rollout.error else []
-        lines.append(f"  {label} {shown} ({'; '.join(notes)})")
+        lines.append(f"  {label} {answer_text} ({'; '.join(notes)})")
     return lines

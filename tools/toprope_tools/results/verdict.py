@@ -34,13 +34,13 @@ def judge_test(test: Accuracy, config: Config) -> list[str]:
     signal, size = signal_of(test), max(round(tried / test.tasks), 1)
     if signal is None or size < 2:
         return ["Verdict: one answer per task shows no signal; test with group_size=8."]
-    found = f"{percent(signal)} of the groups of {size} have answers that differ in reward"
+    groups_with_signal = f"{percent(signal)} of the groups of {size} have answers that differ in reward"
     if signal >= _ENOUGH:
-        verdict = f"Verdict: there is signal to train on: {found}."
+        verdict = f"Verdict: there is signal to train on: {groups_with_signal}."
     elif signal >= _LITTLE:
-        verdict = f"Verdict: there is little signal: {found}; the others teach nothing."
+        verdict = f"Verdict: there is little signal: {groups_with_signal}; the others teach nothing."
     else:
-        verdict = f"Verdict: there is no signal to train on: {found}."
+        verdict = f"Verdict: there is no signal to train on: {groups_with_signal}."
     remedies = _remedies(test, config, signal, size)
     return [verdict, f"To change: {'; '.join(remedies)}."] if remedies else [verdict]
 
@@ -49,7 +49,7 @@ def _most_frequent(test: Accuracy) -> str:
     """Return the error of most rollouts, marked; empty if none is known."""
     if not test.error_kinds:
         return ""
-    text = max(test.error_kinds, key=lambda one: test.error_kinds[one])
+    text = max(test.error_kinds, key=lambda kind: test.error_kinds[kind])
     return f", such as {marked(text, _LONGEST_ERROR)}"
 
 
@@ -64,22 +64,26 @@ def signal_of(test: Accuracy) -> float | None:
 
 def _remedies(test: Accuracy, config: Config, signal: float, size: int) -> list[str]:
     """Return what to change, the likeliest first."""
-    found, limit = [], config.rollout.max_new_tokens
+    remedies, limit = [], config.rollout.max_new_tokens
     if test.errors > 0.05 * (test.rollouts or test.tasks):
-        found.append(f"mend what fails{_most_frequent(test) or ': describe_environment shows the error of the scorer'}")
+        remedies.append(
+            f"mend what fails{_most_frequent(test) or ': describe_environment shows the error of the scorer'}"
+        )
     if (test.truncated or 0.0) >= _CUT:
         changes = f"rollout.max_new_tokens to {2 * limit}"
         if 3 * limit > config.policy.max_context:
             changes += f" and policy.max_context to {2 * config.policy.max_context}"
-        found.append(f"{percent(test.truncated)} of the answers are cut off at {limit} tokens: edit_config {changes}")
+        remedies.append(
+            f"{percent(test.truncated)} of the answers are cut off at {limit} tokens: edit_config {changes}"
+        )
     elif (test.parse_failures or 0.0) >= _UNREADABLE:
-        found.append(f"{percent(test.parse_failures)} of the answers cannot be read: show the form in the prompt")
+        remedies.append(f"{percent(test.parse_failures)} of the answers cannot be read: show the form in the prompt")
     if test.accuracy > 0 and signal < _ENOUGH:
         expected = expected_signal(size, test.accuracy, signal, _LARGER * size)
         if expected > 1.3 * signal:
-            found.append(f"rollout.group_size {_LARGER * size} would give about {percent(expected)}")
+            remedies.append(f"rollout.group_size {_LARGER * size} would give about {percent(expected)}")
     if test.accuracy < _FEW_RIGHT and signal < _ENOUGH:
         rate = ", sft.learning_rate 0.002" if config.policy.model in EMBEDDED else ""
-        found.append(f"supervised fine-tuning first (algorithm.name sft{rate}) shows it right answers")
-        found.append("or easier tasks (describe_environment lists the knobs), or partial credit")
-    return found
+        remedies.append(f"supervised fine-tuning first (algorithm.name sft{rate}) shows it right answers")
+        remedies.append("or easier tasks (describe_environment lists the knobs), or partial credit")
+    return remedies

@@ -60,9 +60,9 @@ class Options(BaseModel, extra="forbid", frozen=True):
     """The hash of the preview that is meant, as in start_training."""
 
 
-def _options(given: Mapping[str, Any]) -> Options:
+def _options(options: Mapping[str, Any]) -> Options:
     try:
-        return Options.model_validate(given)
+        return Options.model_validate(options)
     except ValidationError as error:
         raise InvalidValue(
             f"options: {describe_misfits(error)}. Nothing was started.",
@@ -97,20 +97,25 @@ async def start_sweep(
         NotPossibleNow: A limit forbids it, or a person must confirm it.
     """
 
-    chosen = _options(options or {})
+    checked_options = _options(options or {})
 
     def work() -> Answer:
         draft = workshop.drafts.get(draft_id)
         # Before planning: draft and locks may have changed since the first call with this key.
-        if not chosen.preview and (earlier := workshop.starter.find_earlier(chosen.key, draft.id)) is not None:
+        if (
+            not checked_options.preview
+            and (earlier := workshop.starter.find_earlier(checked_options.key, draft.id)) is not None
+        ):
             return _answer_repeated(earlier.specifications[0])
-        request, plan = _request(workshop, draft, space, strategy, population, epochs, chosen, agreed)
-        if chosen.preview:
+        request, plan = _request(workshop, draft, space, strategy, population, epochs, checked_options, agreed)
+        if checked_options.preview:
             return _answer_preview(workshop, request, plan)
         try:
             started = workshop.starter.start(request)
         except ConfirmationNeeded as refused:
-            raise NotPossibleNow(f"{refused.message}\n{_said(refused.preview, plan)}", hint=refused.hint) from None
+            raise NotPossibleNow(
+                f"{refused.message}\n{_describe_preview(refused.preview, plan)}", hint=refused.hint
+            ) from None
         sweep = started.specifications[0]  # a key may have started a seed group of the draft before
         if started.repeated:
             return _answer_repeated(sweep)
@@ -133,17 +138,17 @@ async def consent_wanted(
 
     Raises: See `start_sweep`.
     """
-    chosen = _options(options)
-    if chosen.preview:
+    checked_options = _options(options)
+    if checked_options.preview:
         return None
 
     def work() -> tuple[str, str] | None:
         draft = workshop.drafts.get(draft_id)
-        if workshop.starter.find_earlier(chosen.key, draft.id) is not None:
+        if workshop.starter.find_earlier(checked_options.key, draft.id) is not None:
             return None
-        request, plan = _request(workshop, draft, space, strategy, population, epochs, chosen, None)
-        found = workshop.starter.consent_wanted(request)
-        return None if found is None else (_said(found, plan), found.hash)
+        request, plan = _request(workshop, draft, space, strategy, population, epochs, checked_options, None)
+        preview = workshop.starter.consent_wanted(request)
+        return None if preview is None else (_describe_preview(preview, plan), preview.hash)
 
     return await to_thread.run_sync(work)
 
@@ -155,7 +160,7 @@ def _request(
     strategy: str,
     population: int,
     epochs: int,
-    chosen: Options,
+    options: Options,
     agreed: str | None,
 ) -> tuple[StartRequest, SweepPlan]:
     plan = make_plan(
@@ -165,19 +170,19 @@ def _request(
         strategy=strategy,
         population=population,
         epochs=epochs,
-        selection_ratio=chosen.selection_ratio,
-        mutation_rate=chosen.mutation_rate,
-        steps=chosen.steps,
-        evaluate=chosen.evaluate,
+        selection_ratio=options.selection_ratio,
+        mutation_rate=options.mutation_rate,
+        steps=options.steps,
+        evaluate=options.evaluate,
         strategies=workshop.home.strategies,
     )
     request = StartRequest(
         draft,
         plan,
-        chosen.name,
-        again=chosen.again,
-        key=chosen.key,
-        confirm=chosen.confirm,
+        options.name,
+        again=options.again,
+        key=options.key,
+        confirm=options.confirm,
         agreed=agreed,
         longest_member_steps=longest_run_steps(plan),
     )
@@ -185,12 +190,12 @@ def _request(
 
 
 def _answer_preview(workshop: Workshop, request: StartRequest, plan: SweepPlan) -> Answer:
-    found, why, [sweep] = workshop.starter.preview(request)
-    lines = ["Nothing was started.", _said(found, plan), *_warnings(workshop, request.draft, plan)]
-    if why:
-        lines.append(f"{why} {how_to_approve(found.hash)}")
+    preview, refusal, [sweep] = workshop.starter.preview(request)
+    lines = ["Nothing was started.", _describe_preview(preview, plan), *_warnings(workshop, request.draft, plan)]
+    if refusal:
+        lines.append(f"{refusal} {how_to_approve(preview.hash)}")
     lines.append("Next: the same call without preview.")
-    data = _data(sweep).model_copy(update={"run_id": None, "state": "not started", "preview": structured(found)})
+    data = _data(sweep).model_copy(update={"run_id": None, "state": "not started", "preview": structured(preview)})
     return Answer("\n".join(lines), data)
 
 
@@ -201,8 +206,8 @@ def _warnings(workshop: Workshop, draft: Draft, plan: SweepPlan) -> list[str]:
         return []
     config.budget.steps = max(longest_run_steps(plan) or 1, 1)
     step_s = seconds_per_step(config, training_plan(config).kind, workshop.home.runs)
-    found = misfits_of(workshop, draft.environment.name, config, step_s)
-    return [f"Each candidate: {line}" for line in warning_lines(found) + memory_warning(workshop, config)]
+    misfits = misfits_of(workshop, draft.environment.name, config, step_s)
+    return [f"Each candidate: {line}" for line in warning_lines(misfits) + memory_warning(workshop, config)]
 
 
 def _answer_started(sweep: Specification, plan: SweepPlan, warned: Sequence[str]) -> Answer:
@@ -219,8 +224,8 @@ def _answer_started(sweep: Specification, plan: SweepPlan, warned: Sequence[str]
 def _conditions(plan: SweepPlan) -> list[str]:
     """Say if the candidates are measured under conditions of their own."""
     differ = ", ".join(measured_differently(plan))
-    said = f"Each candidate is measured under its own {differ}: a higher score can mean easier conditions."
-    return [said] if differ else []
+    warning = f"Each candidate is measured under its own {differ}: a higher score can mean easier conditions."
+    return [warning] if differ else []
 
 
 def _answer_repeated(sweep: Specification) -> Answer:
@@ -229,9 +234,9 @@ def _answer_repeated(sweep: Specification) -> Answer:
     return Answer(text, _data(sweep).model_copy(update={"state": "started before"}))
 
 
-def _said(found: Preview, plan: SweepPlan) -> str:
+def _describe_preview(preview: Preview, plan: SweepPlan) -> str:
     """Say what all of a sweep would take."""
-    text = said(dataclasses.replace(found, count=1)).replace("What one run of", f"What {plan.runs} runs of", 1)
+    text = said(dataclasses.replace(preview, count=1)).replace("What one run of", f"What {plan.runs} runs of", 1)
     return f"{text}\nRuns queue for the machine; the time assumes that they run one after the other."
 
 
@@ -254,10 +259,10 @@ def _next(run_id: str) -> str:
 
 def member_of(run_id: str) -> str | None:
     """Describe a run's part in its sweep, by its id; None for a run outside sweeps."""
-    found = sweep_of(run_id)
-    if found is None:
+    parts = sweep_of(run_id)
+    if parts is None:
         return None
-    sweep, number = found
+    sweep, number = parts
     if number is None:
         return f"the held-out measurement of the sweep {sweep}"
     return f"candidate c{number:03d} of the sweep {sweep}"
@@ -267,8 +272,8 @@ def best_line(sweep: Status) -> str:
     """Summarize the outcome of a sweep in a few words, from its status."""
     if (winner := headline(sweep)) is not None:
         return f"winner: {winner}"
-    found = [one for label, one in sweep.evaluations.items() if label.startswith("epoch-")]
-    return f"best {number(found[-1].get('score'))} after {len(found)} epochs" if found else ""
+    evaluations = [evaluation for label, evaluation in sweep.evaluations.items() if label.startswith("epoch-")]
+    return f"best {number(evaluations[-1].get('score'))} after {len(evaluations)} epochs" if evaluations else ""
 
 
 def best_of_sweep(folder: RunFolder, sweep: Specification) -> Specification:
@@ -315,7 +320,7 @@ def sweep_lines(folder: RunFolder, plan: SweepPlan) -> list[str]:
     elif final is not None and final.why:
         lines.append(f"Not measured on held-out tasks: {final.why}.")
     lines.append("Candidates, the best first (with ancestors; ^: continued from the parent's weights):")
-    lines += [f"  {_row(standing, one)}" for one in standing.ranked()[:_SHOWN]]
+    lines += [f"  {_row(standing, candidate)}" for candidate in standing.ranked()[:_SHOWN]]
     if len(standing.scores) > _SHOWN:
         lines.append(f"  and {len(standing.scores) - _SHOWN} more, in the structure.")
     lines.append(f"{call('fork_config', run_id=folder.run_id)} makes a draft with the best values.")
@@ -329,7 +334,7 @@ def sweep_structure(folder: RunFolder, plan: SweepPlan) -> dict[str, Any]:
     except Corrupt:
         return {}
     best, final = standing.best, standing.final
-    found: dict[str, Any] = {
+    structure: dict[str, Any] = {
         "strategy": plan.strategy,
         "epochs": plan.epochs,
         "epochs_completed": standing.epochs_completed,
@@ -337,31 +342,34 @@ def sweep_structure(folder: RunFolder, plan: SweepPlan) -> dict[str, Any]:
         "most_steps": plan.total_steps,
         "best": None,
         "heldout": None,
-        "candidates": [_item(standing, one) for one in standing.ranked()[:_MOST]],
+        "candidates": [_item(standing, candidate) for candidate in standing.ranked()[:_MOST]],
         "survivors": {str(epoch): ids for epoch, ids in standing.survivors.items()},
     }
     if best is not None:
-        found["best"] = _item(standing, best.candidate) | {"line_steps": standing.line_steps(best.candidate)}
+        structure["best"] = _item(standing, best.candidate) | {"line_steps": standing.line_steps(best.candidate)}
     if final is not None and final.measured is not None:
-        found["heldout"] = {"run_id": final.run_id, **final.measured.model_dump(exclude={"steps", "groups", "state"})}
-    return found
+        structure["heldout"] = {
+            "run_id": final.run_id,
+            **final.measured.model_dump(exclude={"steps", "groups", "state"}),
+        }
+    return structure
 
 
 def lineage(standing: Standing, candidate: str) -> list[str]:
     """Return a candidate and its ancestors, itself first."""
-    found, at = [], standing.candidates.get(candidate)
-    while at is not None and at.id not in found:
-        found.append(at.id)
-        at = standing.candidates.get(at.parent) if at.parent else None
-    return found
+    ids, ancestor = [], standing.candidates.get(candidate)
+    while ancestor is not None and ancestor.id not in ids:
+        ids.append(ancestor.id)
+        ancestor = standing.candidates.get(ancestor.parent) if ancestor.parent else None
+    return ids
 
 
-def _item(standing: Standing, one: str) -> dict[str, Any]:
-    candidate, scored = standing.candidates[one], standing.scores.get(one)
+def _item(standing: Standing, candidate_id: str) -> dict[str, Any]:
+    candidate, scored = standing.candidates[candidate_id], standing.scores.get(candidate_id)
     item: dict[str, Any] = {
-        "id": one,
-        "run_id": standing.runs.get(one),
-        "epoch": standing.born[one],
+        "id": candidate_id,
+        "run_id": standing.runs.get(candidate_id),
+        "epoch": standing.born[candidate_id],
         "parent": candidate.parent,
         "continues": candidate.continues,
         "values": candidate.values,
@@ -374,21 +382,23 @@ def _item(standing: Standing, one: str) -> dict[str, Any]:
     return item
 
 
-def _row(standing: Standing, one: str) -> str:
-    candidate, scored = standing.candidates[one], standing.scores.get(one)
-    line = " < ".join(lineage(standing, one)[1:5])
-    came = f" < {line}{'^' if candidate.continues else ''}" if line else ""
+def _row(standing: Standing, candidate_id: str) -> str:
+    candidate, scored = standing.candidates[candidate_id], standing.scores.get(candidate_id)
+    line = " < ".join(lineage(standing, candidate_id)[1:5])
+    ancestors = f" < {line}{'^' if candidate.continues else ''}" if line else ""
     if scored is None:
-        how = "not measured yet"
+        outcome = "not measured yet"
     elif scored.score is None:
-        how = f"no score ({marked(scored.why, 120)})"
+        outcome = f"no score ({marked(scored.why, 120)})"
     else:
-        how = f"score {number(scored.score)} after {standing.line_steps(one)} steps"
-    return f"{one}{came}, epoch {standing.born[one]}: {how}; {_values(standing, one)}"
+        outcome = f"score {number(scored.score)} after {standing.line_steps(candidate_id)} steps"
+    return (
+        f"{candidate_id}{ancestors}, epoch {standing.born[candidate_id]}: {outcome}; {_values(standing, candidate_id)}"
+    )
 
 
-def _values(standing: Standing, one: str) -> str:
-    return ", ".join(f"{name}={value(given)}" for name, given in standing.candidates[one].values.items())
+def _values(standing: Standing, candidate_id: str) -> str:
+    return ", ".join(f"{name}={value(setting)}" for name, setting in standing.candidates[candidate_id].values.items())
 
 
 def _accuracy(accuracy: float | None, tasks: int | None) -> str:

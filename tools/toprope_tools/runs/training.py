@@ -73,10 +73,10 @@ async def start_training(
     if started.repeated:
         status = await to_thread.run_sync(workshop.runs.status, started.specifications[0].run_id)
         return _answer_repeated(started.specifications, status)
-    warned = await to_thread.run_sync(
+    warnings = await to_thread.run_sync(
         lambda: _warnings(workshop, request) + memory_warning(workshop, started.specifications[0].config)
     )
-    return _answer_started(started.specifications, warned)
+    return _answer_started(started.specifications, warnings)
 
 
 def _warnings(workshop: Workshop, request: StartRequest) -> list[str]:
@@ -95,24 +95,27 @@ async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
     group = await to_thread.run_sync(expand, workshop.home.runs, [run_id])
     if group != [run_id]:
         return await _stop_group(workshop, run_id, group)
-    before = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
-    if before.run_kind.starts_runs:
-        return await _stop_sweep(workshop, before)
-    if before.ended and before.resume_at is not None:
-        after = await to_thread.run_sync(workshop.runs.stop, run_id)
-        text = f"{run_id} was lost, about to go on by itself; now it is {after.state}. resume_training continues it."
-        data = answers.Stopped(run_id=run_id, state=after.state, was_live=False)
-    elif before.ended:
-        text = f"{run_id} is not running: it {_ended(before.state)} already. Nothing was stopped."
-        data = answers.Stopped(run_id=run_id, state=before.state, was_live=False)
+    status_before = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
+    if status_before.run_kind.starts_runs:
+        return await _stop_sweep(workshop, status_before)
+    if status_before.ended and status_before.resume_at is not None:
+        status_after = await to_thread.run_sync(workshop.runs.stop, run_id)
+        text = f"{run_id} was lost, about to go on by itself; now it is {status_after.state}. "
+        text += "resume_training continues it."
+        data = answers.Stopped(run_id=run_id, state=status_after.state, was_live=False)
+    elif status_before.ended:
+        text = f"{run_id} is not running: it {_ended(status_before.state)} already. Nothing was stopped."
+        data = answers.Stopped(run_id=run_id, state=status_before.state, was_live=False)
     else:
-        after = await workshop.stop(run_id)
-        text = f"{run_id}: {after.state}."
-        if after.checkpoint:
-            text += f" Last checkpoint: step {after.checkpoint.get('step')}, {after.checkpoint.get('path')}."
-        if not after.ended:
+        status_after = await workshop.stop(run_id)
+        text = f"{run_id}: {status_after.state}."
+        if status_after.checkpoint:
+            text += (
+                f" Last checkpoint: step {status_after.checkpoint.get('step')}, {status_after.checkpoint.get('path')}."
+            )
+        if not status_after.ended:
             text += f" It is still ending; {call('check_status', run_ids=[run_id], wait_s=45)} waits for the end."
-        data = answers.Stopped(run_id=run_id, state=after.state, was_live=True)
+        data = answers.Stopped(run_id=run_id, state=status_after.state, was_live=True)
     return Answer(f"{text}\nNext: {call('get_results', run_id=run_id)}", data)
 
 
@@ -204,47 +207,51 @@ def _limit(specification: Specification) -> str:
 
 
 async def _stop_group(workshop: Workshop, group: str, run_ids: list[str]) -> Answer:
-    before = await to_thread.run_sync(_statuses, workshop, run_ids)
-    going = await _stop_each(workshop, before)
-    after = await to_thread.run_sync(_statuses, workshop, run_ids)
-    told = ", ".join(f"{run_id} {status.state}" for run_id, status in after.items())
-    states = {status.state for status in after.values()}
+    statuses_before = await to_thread.run_sync(_statuses, workshop, run_ids)
+    stopping = await _stop_each(workshop, statuses_before)
+    statuses_after = await to_thread.run_sync(_statuses, workshop, run_ids)
+    outcomes = ", ".join(f"{run_id} {status.state}" for run_id, status in statuses_after.items())
+    states = {status.state for status in statuses_after.values()}
     data = answers.Stopped(
         run_id=group,
         state=states.pop() if len(states) == 1 else "mixed",
-        was_live=any(not status.ended for status in before.values()),
-        runs={run_id: status.state for run_id, status in after.items()},
+        was_live=any(not status.ended for status in statuses_before.values()),
+        runs={run_id: status.state for run_id, status in statuses_after.items()},
     )
-    head = f"Stopped {len(going)} of the {len(run_ids)} runs" if going else "No run is live"
-    return Answer(f"{head} of the group {group}: {told}.\nNext: {call('get_results', run_id=run_ids[0])}", data)
+    head = f"Stopped {len(stopping)} of the {len(run_ids)} runs" if stopping else "No run is live"
+    return Answer(f"{head} of the group {group}: {outcomes}.\nNext: {call('get_results', run_id=run_ids[0])}", data)
 
 
-async def _stop_sweep(workshop: Workshop, before: Status) -> Answer:
+async def _stop_sweep(workshop: Workshop, status_before: Status) -> Answer:
     """Stop a sweep, then the members that a lost keeper may have left."""
-    run_id, folder = before.run_id, workshop.runs.folder(before.run_id)
-    after = await workshop.stop(run_id)
+    run_id, folder = status_before.run_id, workshop.runs.folder(status_before.run_id)
+    status_after = await workshop.stop(run_id)
     await to_thread.run_sync(stop_members, folder)
     ids = await to_thread.run_sync(members_in, workshop.home.runs, run_id)
     await _stop_each(workshop, await to_thread.run_sync(_statuses, workshop, ids))
-    after = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
-    live = [one for one, status in (await to_thread.run_sync(_statuses, workshop, ids)).items() if not status.ended]
-    text = f"{run_id}: {after.state}"
-    if before.ended and after.state == before.state:
-        text = f"{run_id} is not running: it {_ended(before.state)} already"
+    status_after = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
+    live = [
+        member_id
+        for member_id, status in (await to_thread.run_sync(_statuses, workshop, ids)).items()
+        if not status.ended
+    ]
+    text = f"{run_id}: {status_after.state}"
+    if status_before.ended and status_after.state == status_before.state:
+        text = f"{run_id} is not running: it {_ended(status_before.state)} already"
     text += f"; still ending: {', '.join(live)}." if live else "; none of its runs is live."
-    if after.state != "completed":
+    if status_after.state != "completed":
         text += " What was measured so far is kept; resume_training continues from there."
-    data = answers.Stopped(run_id=run_id, state=after.state, was_live=not before.ended)
+    data = answers.Stopped(run_id=run_id, state=status_after.state, was_live=not status_before.ended)
     return Answer(f"{text}\nNext: {call('get_results', run_id=run_id)}", data)
 
 
 async def _stop_each(workshop: Workshop, statuses: Mapping[str, Status]) -> list[str]:
     """Stop the runs that are live, and those that are lost and about to go on by themselves; return their ids."""
-    going = [run_id for run_id, status in statuses.items() if not status.ended or status.resume_at is not None]
+    stopping = [run_id for run_id, status in statuses.items() if not status.ended or status.resume_at is not None]
     async with anyio.create_task_group() as tasks:
-        for run_id in going:
+        for run_id in stopping:
             tasks.start_soon(workshop.stop, run_id)
-    return going
+    return stopping
 
 
 def _statuses(workshop: Workshop, run_ids: Sequence[str]) -> dict[str, Status]:
@@ -253,68 +260,74 @@ def _statuses(workshop: Workshop, run_ids: Sequence[str]) -> dict[str, Status]:
 
 
 def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
-    found, why, specifications = workshop.starter.preview(request, with_keys=False)
+    preview, reason, specifications = workshop.starter.preview(request, with_keys=False)
     home = workshop.home
-    lacking = [error.message for error in missing_keys(specifications[0], home.settings(), home.settings_file)]
+    missing = [error.message for error in missing_keys(specifications[0], home.settings(), home.settings_file)]
     arguments: dict[str, Any] = {"draft_id": request.draft.id}
     if request.name is not None:
         arguments["name"] = request.name
     if request.seeds > 1:
         arguments["seeds"] = request.seeds
-    if why:
-        why = f"\n{why} {how_to_approve(found.hash)}"
-    warnings = [f"Warning (key_missing): {one}" for one in lacking] + _warnings(workshop, request)
-    warned = "".join(f"\n{line}" for line in warnings)
+    if reason:
+        reason = f"\n{reason} {how_to_approve(preview.hash)}"
+    warnings = [f"Warning (key_missing): {message}" for message in missing] + _warnings(workshop, request)
+    warning_text = "".join(f"\n{line}" for line in warnings)
     config, settings = specifications[0].config, home.settings()
     memory = "\n".join(memory_lines(config, hub_variables(settings.variables), allowed=settings.machine.gpus))
-    text = f"Nothing was started.\n{said(found)}\n{memory}{warned}{why}\nNext: {call('start_training', **arguments)}"
+    text = f"Nothing was started.\n{said(preview)}\n{memory}{warning_text}{reason}\n"
+    text += f"Next: {call('start_training', **arguments)}"
     data = _started(specifications[:1]).model_copy(
-        update={"run_id": None, "group_id": None, "run_ids": None, "state": "not started", "preview": structured(found)}
+        update={
+            "run_id": None,
+            "group_id": None,
+            "run_ids": None,
+            "state": "not started",
+            "preview": structured(preview),
+        }
     )
     return Answer(text, data)
 
 
-def _answer_started(specifications: Sequence[Specification], warned: Sequence[str] = ()) -> Answer:
-    first, limit = specifications[0], _limit(specifications[0])
-    where = f"{first.environment.name}, {first.draft_id} revision {first.draft_revision}"
-    if (group := first.seed_group) is None:
-        text = (
-            f"Started {first.run_id}: {where}, at most {limit}. It goes on if this server ends.\n{_next(first.run_id)}"
-        )
+def _answer_started(specifications: Sequence[Specification], warnings: Sequence[str] = ()) -> Answer:
+    first_run, limit = specifications[0], _limit(specifications[0])
+    subject = f"{first_run.environment.name}, {first_run.draft_id} revision {first_run.draft_revision}"
+    if (group := first_run.seed_group) is None:
+        text = f"Started {first_run.run_id}: {subject}, at most {limit}. It goes on if this server ends.\n"
+        text += _next(first_run.run_id)
     else:
-        seeds = ", ".join(str(one.config.algorithm.seed) for one in specifications)
+        seeds = ", ".join(str(run.config.algorithm.seed) for run in specifications)
         text = (
-            f"Started the group {group.id}: {len(specifications)} runs of {where}, seeds {seeds}, each at most "
+            f"Started the group {group.id}: {len(specifications)} runs of {subject}, seeds {seeds}, each at most "
             f"{limit}. They queue for the machine and go on if this server ends: "
-            f"{', '.join(one.run_id for one in specifications)}.\n"
+            f"{', '.join(run.run_id for run in specifications)}.\n"
             f"{_next(group.id, grouped=True)}; then compare_runs compares the group with another."
         )
-    return Answer("\n".join([*warned, text]), _started(specifications))
+    return Answer("\n".join([*warnings, text]), _started(specifications))
 
 
 def _answer_repeated(specifications: Sequence[Specification], status: Status) -> Answer:
     """Answer a call whose key started these runs before."""
-    first = specifications[0]
+    first_run = specifications[0]
     data = _started(specifications).model_copy(update={"state": status.state})
-    if (group := first.seed_group) is not None:
-        ids = ", ".join(one.run_id for one in specifications)
+    if (group := first_run.seed_group) is not None:
+        ids = ", ".join(run.run_id for run in specifications)
         text = f"The group {group.id} ({ids}) was started with this key before; no second one was started."
         return Answer(f"{text}\n{_next(group.id, grouped=True)}", data)
-    text = f"{first.run_id} was started with this key before and is {status.state}; no second run was started."
-    return Answer(f"{text}\n{_next(first.run_id)}", data)
+    text = f"{first_run.run_id} was started with this key before and is {status.state}; no second run was started."
+    return Answer(f"{text}\n{_next(first_run.run_id)}", data)
 
 
 def _started(specifications: Sequence[Specification]) -> answers.Started:
-    first = specifications[0]
-    grouped = first.seed_group is not None
+    first_run = specifications[0]
+    grouped = first_run.seed_group is not None
     return answers.Started(
-        run_id=first.run_id,
-        kind=first.kind,
-        draft_id=first.draft_id or "",
-        revision=first.draft_revision or 0,
+        run_id=first_run.run_id,
+        kind=first_run.kind,
+        draft_id=first_run.draft_id or "",
+        revision=first_run.draft_revision or 0,
         state="queued",
-        group_id=first.seed_group.id if first.seed_group else None,
-        run_ids=[one.run_id for one in specifications] if grouped else None,
+        group_id=first_run.seed_group.id if first_run.seed_group else None,
+        run_ids=[run.run_id for run in specifications] if grouped else None,
     )
 
 

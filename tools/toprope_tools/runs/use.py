@@ -75,10 +75,13 @@ async def evaluate_policy(
             )
 
     def start() -> list[Specification]:
-        run, found, asked = checkpoint_to_use(workshop, run_id)
+        run, checkpoint, policy_words = checkpoint_to_use(workshop, run_id)
         folder, locks = workshop.runs.folder(run.run_id), workshop.home.locks(run.preset)
-        began = pinned(run.config.policy, folder)
-        sides = ((found.step, policy_at(run, found), asked), (None, began, f"the policy that {run.run_id} began with"))
+        first_policy = pinned(run.config.policy, folder)
+        sides = (
+            (checkpoint.step, policy_at(run, checkpoint), policy_words),
+            (None, first_policy, f"the policy that {run.run_id} began with"),
+        )
         interpreter, network = python or _find_inspect(workshop), allowed_network(locks)
         sampler = None if engine is None else (engine, engine_python(workshop.home, engine))
         frozen = []
@@ -89,15 +92,17 @@ async def evaluate_policy(
             plan = _plan(locks, run, words, standard)
             frozen.append(freeze_question(run, policy, locks, plan, sampler))
         conditions = (limit, plan.temperature, plan.max_new_tokens, frozen[-1].config.inference.engine)
-        for one in read_measurements(folder):
-            known = one.step is None and one.names == list(tasks) and one.conditions == conditions
-            if known and not any(score.failed for score in one.scores):
+        for measurement in read_measurements(folder):
+            same_tasks = measurement.names == list(tasks) and measurement.conditions == conditions
+            if measurement.step is None and same_tasks and not any(score.failed for score in measurement.scores):
                 del frozen[1:]
         return workshop.starter.start_frozen(frozen).specifications
 
     started = await to_thread.run_sync(start)
-    ids, run = [one.run_id for one in started], split_step(run_id)[0]
-    words = " and ".join(f"{one.run_id} ({one.ask.asked})" for one in started if one.ask)
+    ids, run = [specification.run_id for specification in started], split_step(run_id)[0]
+    words = " and ".join(
+        f"{specification.run_id} ({specification.ask.asked})" for specification in started if specification.ask
+    )
     text = f"Started {words}: {', '.join(tasks)}, {plural(limit, 'sample') + ' each' if limit else 'all samples'}.\n"
     if len(ids) == 1:
         text += "The policy before training was measured on these tasks already.\n"
@@ -122,15 +127,15 @@ async def serve_policy(workshop: Workshop, *, run_id: str, minutes: float) -> An
 
     def start() -> Specification:
         require_policies(workshop.settings())
-        run, found, asked = checkpoint_to_use(workshop, run_id)
+        run, checkpoint, policy_words = checkpoint_to_use(workshop, run_id)
         if run.config.launcher.kind != "local":
             raise NotPossibleNow(
                 f"{run.run_id} is of the cluster {run.config.launcher.kind}, whose nodes programs here cannot reach.",
                 hint="ask_checkpoint asks its policy there; export_policy writes it to a folder.",
             )
         locks = workshop.home.locks(run.preset)
-        plan = _plan(locks, run, asked, None, minutes * 60)
-        specification = freeze_question(run, policy_at(run, found), locks, plan)
+        plan = _plan(locks, run, policy_words, None, minutes * 60)
+        specification = freeze_question(run, policy_at(run, checkpoint), locks, plan)
         return workshop.starter.start_frozen([specification]).specifications[0]
 
     served = (await to_thread.run_sync(start)).run_id
@@ -139,11 +144,11 @@ async def serve_policy(workshop: Workshop, *, run_id: str, minutes: float) -> An
     def look() -> tuple[Served | None, Status]:
         return read_served(folder), workshop.runs.status(served)
 
-    found, status = await to_thread.run_sync(look)
+    endpoint, status = await to_thread.run_sync(look)
     with anyio.move_on_after(_WAIT_S):
-        while found is None and not status.ended:
+        while endpoint is None and not status.ended:
             await anyio.sleep(_LOOK_S)
-            found, status = await to_thread.run_sync(look)
+            endpoint, status = await to_thread.run_sync(look)
     lines = await to_thread.run_sync(served_lines, folder) or [f"{served} is {status.state} and does not serve yet."]
     lines.append(f"Next: {call('stop_training', run_id=served)} ends it; get_results has this again.")
     return Answer(
@@ -151,33 +156,33 @@ async def serve_policy(workshop: Workshop, *, run_id: str, minutes: float) -> An
         answers.Serving(
             run_id=served,
             state=status.state,
-            url=found.url if found else None,
-            until=found.until if found else None,
-            key_file=str(served_key(folder)) if found else None,
+            url=endpoint.url if endpoint else None,
+            until=endpoint.until if endpoint else None,
+            key_file=str(served_key(folder)) if endpoint else None,
         ),
     )
 
 
 def served_lines(folder: RunFolder) -> list[str]:
     """Say where a live run serves its policy; nothing before and after."""
-    found = read_served(folder)
-    if found is None:
+    endpoint = read_served(folder)
+    if endpoint is None:
         return []
     return [
-        f"{folder.run_id} serves its policy at {found.url} (OpenAI's dialect, any model name) until "
-        f"{moment(found.until)}. The key is in {served_key(folder)}; give programs the file, not its content."
+        f"{folder.run_id} serves its policy at {endpoint.url} (OpenAI's dialect, any model name) until "
+        f"{moment(endpoint.until)}. The key is in {served_key(folder)}; give programs the file, not its content."
     ]
 
 
 def _plan(
-    locks: Locks, run: Specification, asked: str, standard: StandardTasks | None, serve_s: float | None = None
+    locks: Locks, run: Specification, policy_words: str, standard: StandardTasks | None, serve_s: float | None = None
 ) -> AskPlan:
     return AskPlan(
         standard=standard,
         serve_s=serve_s,
         temperature=float(locks.nearest("rollout.temperature", 0.0)),
         max_new_tokens=locks.nearest("rollout.max_new_tokens", run.config.rollout.max_new_tokens),
-        asked=asked,
+        asked=policy_words,
     )
 
 
@@ -187,9 +192,9 @@ def _find_inspect(workshop: Workshop) -> str:
     Raises:
         NotFound: None has it.
     """
-    for known in known_interpreters(Registry(workshop.home.environments_file).read()):
-        if not known.problem and (known.site_packages / PACKAGE).is_dir():
-            return known.python or sys.executable
+    for interpreter in known_interpreters(Registry(workshop.home.environments_file).read()):
+        if not interpreter.problem and (interpreter.site_packages / PACKAGE).is_dir():
+            return interpreter.python or sys.executable
     raise NotFound(
         "No interpreter here has Inspect, so standard tasks cannot be run. Nothing was started.",
         hint="The owner makes one: toprope env add inspect-evals.",

@@ -33,9 +33,9 @@ def parse(cursor: str) -> dict[str, int]:
     """
     places: dict[str, int] = {}
     for part in cursor.replace(" ", "").split(","):
-        run_id, colon, told = part.rpartition(":")
-        numbers = told.split(".")
-        if not colon or not RUN_ID.fullmatch(run_id) or not _NUMBERS.fullmatch(told) or len(numbers) > _MOST:
+        run_id, colon, text = part.rpartition(":")
+        numbers = text.split(".")
+        if not colon or not RUN_ID.fullmatch(run_id) or not _NUMBERS.fullmatch(text) or len(numbers) > _MOST:
             raise InvalidValue(f"cursor: {clip(part, 80)!r} is not a place in a run's events.", hint=_HINT)
         for place, number in enumerate(numbers):
             if number:
@@ -47,20 +47,20 @@ def parse(cursor: str) -> dict[str, int]:
 
 def format_cursor(places: Mapping[str, int]) -> str:
     """Format places as a cursor."""
-    kept = dict(list(places.items())[-_MOST:])
+    newest_places = dict(list(places.items())[-_MOST:])
     groups: dict[str, dict[int, int]] = {}
-    for run_id, number in kept.items():
-        if (found := group_of(run_id)) and found[1] < _MOST:
-            groups.setdefault(found[0], {})[found[1]] = number
+    for run_id, number in newest_places.items():
+        if (group_and_seed := group_of(run_id)) and group_and_seed[1] < _MOST:
+            groups.setdefault(group_and_seed[0], {})[group_and_seed[1]] = number
     parts: dict[str, str] = {}
-    for run_id, number in kept.items():
+    for run_id, number in newest_places.items():
         group = (group_of(run_id) or ("",))[0]
-        own = groups.get(group, {})
-        if len(own) > 1:  # a single number would read as the place of a run called like the group
-            parts[group] = ".".join(str(own.get(place, "")) for place in range(max(own) + 1))
+        places_in_group = groups.get(group, {})
+        if len(places_in_group) > 1:  # a single number would read as the place of a run called like the group
+            parts[group] = ".".join(str(places_in_group.get(place, "")) for place in range(max(places_in_group) + 1))
         else:
             parts[run_id] = str(number)
-    return ",".join(f"{run_id}:{told}" for run_id, told in parts.items())
+    return ",".join(f"{run_id}:{number_text}" for run_id, number_text in parts.items())
 
 
 def unknown_place(run_id: str, place: int, last: int) -> InvalidValue:

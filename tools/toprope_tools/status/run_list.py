@@ -45,18 +45,18 @@ async def list_runs(
     runs = await to_thread.run_sync(workshop.statuses)
     runs = select_runs(runs, state, query)
     total = len(runs)
-    start, page, more = page_of(runs, cursor, _PAGE)
+    start, page, next_cursor = page_of(runs, cursor, _PAGE)
     if not page:
-        what = f"{state} runs" if state != "any" else "runs"
-        text = f"There are no {what}{f' with {query!r}' if query else ''}. start_training starts one from a draft."
+        subject = f"{state} runs" if state != "any" else "runs"
+        text = f"There are no {subject}{f' with {query!r}' if query else ''}. start_training starts one from a draft."
     else:
         lines = [f"{plural(total, 'run')}, {start + 1} to {start + len(page)}, newest first:"]
         lines += [run_row(run) for run in page]
-        if more:
-            asked = {"state": state, "query": query} if query else {"state": state}
-            lines.append(f"More: {call('list_runs', **asked, cursor=more)}")
+        if next_cursor:
+            arguments = {"state": state, "query": query} if query else {"state": state}
+            lines.append(f"More: {call('list_runs', **arguments, cursor=next_cursor)}")
         text = "\n".join(lines)
-    return Answer(text, answers.Runs(runs=[run_item(run) for run in page], total=total, next_cursor=more))
+    return Answer(text, answers.Runs(runs=[run_item(run) for run in page], total=total, next_cursor=next_cursor))
 
 
 def select_runs(runs: Sequence[Status], state: str, query: str | None) -> list[Status]:
@@ -76,8 +76,8 @@ async def open_runs(workshop: Workshop) -> str:
     live = [run for run in runs if run.state in LIVE]
     if not runs:
         return "There are no runs yet; start_training starts one from a draft."
-    shown = (live + [run for run in runs if run.ended][:5])[:10]
-    return "Runs: " + "; ".join(f"{run.run_id} ({run.state}, {run.kind})" for run in shown)
+    named_runs = (live + [run for run in runs if run.ended][:5])[:10]
+    return "Runs: " + "; ".join(f"{run.run_id} ({run.state}, {run.kind})" for run in named_runs)
 
 
 def page_of(runs: Sequence[Status], cursor: str | None, most: int) -> tuple[int, Sequence[Status], str | None]:
@@ -98,11 +98,11 @@ def page_of(runs: Sequence[Status], cursor: str | None, most: int) -> tuple[int,
             raise InvalidValue(
                 f"{clip(cursor, 80)!r} is not a cursor of this list.", hint="Omit it for the first page."
             )
-        last = float(at), run_id
-        start = next((place for place, run in enumerate(runs) if (run.created_at, run.run_id) < last), len(runs))
+        last_key = float(at), run_id
+        start = next((place for place, run in enumerate(runs) if (run.created_at, run.run_id) < last_key), len(runs))
     page = runs[start : start + most]
-    more = f"{page[-1].run_id}@{page[-1].created_at!r}" if page and start + len(page) < len(runs) else None
-    return start, page, more
+    next_cursor = f"{page[-1].run_id}@{page[-1].created_at!r}" if page and start + len(page) < len(runs) else None
+    return start, page, next_cursor
 
 
 def run_item(run: Status) -> answers.RunItem:
@@ -127,5 +127,5 @@ def _summary(run: Status) -> str:
         return f"{run.failure.component}: {marked(run.failure.reason, 90)}"
     if run.run_kind.starts_runs:
         return best_line(run)
-    found = headline(run)
-    return "" if found is None else str(found)
+    accuracy = headline(run)
+    return "" if accuracy is None else str(accuracy)

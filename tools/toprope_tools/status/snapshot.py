@@ -69,17 +69,17 @@ class Look:
     def numbers(self) -> dict[str, Any]:
         """The present numbers, whether told or not."""
         progress = self.status.progress
-        shown = {key: progress[key] for key in _NUMBERS if progress.get(key) is not None}
+        numbers = {key: progress[key] for key in _NUMBERS if progress.get(key) is not None}
         if self.status.state != "training":
-            shown.pop("eta_s", None)  # it estimates the end of training alone
+            numbers.pop("eta_s", None)  # it estimates the end of training alone
         if self.status.curricula:
-            shown["curricula"] = self.status.curricula
+            numbers["curricula"] = self.status.curricula
         given_up = self.status.making.get("given_up") or {}
         if skipped := sum(given_up.get(reason, 0) for reason in SKIPPED):
-            shown["skipped"] = skipped
+            numbers["skipped"] = skipped
         if self.status.started_at is not None:
-            shown["elapsed_s"] = round((self.status.ended_at or self.now) - self.status.started_at, 1)
-        return shown
+            numbers["elapsed_s"] = round((self.status.ended_at or self.now) - self.status.started_at, 1)
+        return numbers
 
     @property
     def news(self) -> list[Event]:
@@ -97,8 +97,8 @@ class Look:
     @property
     def has_new_numbers(self) -> bool:
         """True if the work has other numbers than those last told."""
-        told = self.stamp.snapshot if self.stamp else {}
-        return any(told.get(key) != one for key, one in work_of(self.numbers).items())
+        told_snapshot = self.stamp.snapshot if self.stamp else {}
+        return any(told_snapshot.get(key) != quantity for key, quantity in work_of(self.numbers).items())
 
     @property
     def told_the_end(self) -> bool:
@@ -163,7 +163,7 @@ def told_numbers(workshop: Workshop, run_id: str) -> tuple[dict[str, Any], float
 
 def work_of(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers that change with work rather than with time."""
-    return {key: one for key, one in numbers.items() if key not in ("elapsed_s", "eta_s")}
+    return {key: quantity for key, quantity in numbers.items() if key not in ("elapsed_s", "eta_s")}
 
 
 def _events(workshop: Workshop, run_id: str, place: int | None, stamp: Stamp | None) -> list[Event]:
@@ -172,8 +172,8 @@ def _events(workshop: Workshop, run_id: str, place: int | None, stamp: Stamp | N
     # The event at the place must exist: a number from elsewhere would hide events until it is reached.
     events = list(workshop.runs.events(run_id, place - 1))
     if not events:
-        last = max((event.seq for event in workshop.runs.events(run_id)), default=0)
-        raise unknown_place(run_id, place, last)
+        last_seq = max((event.seq for event in workshop.runs.events(run_id)), default=0)
+        raise unknown_place(run_id, place, last_seq)
     return [event for event in events if event.seq > place]
 
 
@@ -221,11 +221,11 @@ def numbers_line(numbers: Mapping[str, Any]) -> str:
     if "rollouts_per_second" in numbers:
         parts.append(f"{number(numbers['rollouts_per_second'])} rollouts/s")
     parts += [
-        _environment(label, one)
-        for label, one in list((numbers.get("environments") or {}).items())[:_MOST_ENVIRONMENTS]
+        _environment(label, shares)
+        for label, shares in list((numbers.get("environments") or {}).items())[:_MOST_ENVIRONMENTS]
     ]
-    for label, one in list((numbers.get("curricula") or {}).items())[:_MOST_ENVIRONMENTS]:
-        parts.append(f"{clip(label, 60)} at level {one.get('level', 0) + 1}/{one.get('levels')}")
+    for label, curriculum in list((numbers.get("curricula") or {}).items())[:_MOST_ENVIRONMENTS]:
+        parts.append(f"{clip(label, 60)} at level {curriculum.get('level', 0) + 1}/{curriculum.get('levels')}")
     if numbers.get("skipped"):
         parts.append(f"{plural(numbers['skipped'], 'task')} skipped as always or never solved")
     if "elapsed_s" in numbers:
@@ -235,9 +235,9 @@ def numbers_line(numbers: Mapping[str, Any]) -> str:
     return clip(", ".join(parts), 1000) or "no numbers yet"
 
 
-def _environment(label: str, own: Mapping[str, Any]) -> str:
+def _environment(label: str, numbers: Mapping[str, Any]) -> str:
     """Format one of several environments: `sums success 31.0% (a third of the groups)`."""
-    said = f"success {percent(own['success'])}" if "success" in own else ""
-    said = said or (f"reward {number(own['reward'])}" if "reward" in own else "")
-    share = f"share {percent(own['share'])}" if "share" in own else ""
-    return f"{clip(label, 60)} {' '.join(filter(None, (said, share)))}".strip()
+    result = f"success {percent(numbers['success'])}" if "success" in numbers else ""
+    result = result or (f"reward {number(numbers['reward'])}" if "reward" in numbers else "")
+    share = f"share {percent(numbers['share'])}" if "share" in numbers else ""
+    return f"{clip(label, 60)} {' '.join(filter(None, (result, share)))}".strip()

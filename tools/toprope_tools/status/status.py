@@ -57,25 +57,25 @@ async def check_status(
         InvalidValue: Too many runs, or not a valid condition or cursor.
     """
     conditions = parse(until or ())
-    known = places.parse(cursor) if cursor else {}
-    wanted = await to_thread.run_sync(expand, workshop.home.runs, run_ids or list(known))
+    places_seen = places.parse(cursor) if cursor else {}
+    ids = await to_thread.run_sync(expand, workshop.home.runs, run_ids or list(places_seen))
     limit = (await to_thread.run_sync(workshop.settings)).status
     longest_s = longest_wait_s(client, limit.waits)
-    if not wanted:
+    if not ids:
         return await to_thread.run_sync(_open, workshop, longest_s)
-    if len(wanted) > MOST_RUNS:
-        raise InvalidValue(f"{len(wanted)} runs are too many for one call.", hint=f"Ask for at most {MOST_RUNS}.")
+    if len(ids) > MOST_RUNS:
+        raise InvalidValue(f"{len(ids)} runs are too many for one call.", hint=f"Ask for at most {MOST_RUNS}.")
     patience = Patience(max(wait_s or 0.0, 0.0), longest_s, tuple(conditions), by_cursor=not run_ids)
     waited = await wait_for_news(
         workshop,
-        wanted,
+        ids,
         wait_s=patience.wait_s,
         until=conditions,
-        places=known,
+        places=places_seen,
         limit=limit,
         progress=progress,
     )
-    return await to_thread.run_sync(tell, workshop, waited, known, patience)
+    return await to_thread.run_sync(tell, workshop, waited, places_seen, patience)
 
 
 def _open(workshop: Workshop, longest_s: float) -> Answer:

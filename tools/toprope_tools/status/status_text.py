@@ -71,7 +71,7 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _RunPart:
     """One run's part of an answer."""
 
     text: str
@@ -84,68 +84,76 @@ class _Told:
     """It contains something that the caller did not know."""
 
 
-def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience: Patience) -> Answer:
+def tell(workshop: Workshop, waited: Waited, cursor: Mapping[str, int], patience: Patience) -> Answer:
     """Return the answer of check_status with as many events as fit, and store the stamps.
 
     Args:
         waited: The end of the wait.
-        known: The caller's cursor, which may contain more runs.
+        cursor: The caller's cursor, which may contain more runs.
         patience: The wait asked for.
     """
-    many = _is_brief(len(waited.looks), patience)
-    causes = {look.run_id: _causes(workshop, look, many) for look in waited.looks}
+    brief = _is_brief(len(waited.looks), patience)
+    causes = {look.run_id: _causes(workshop, look, brief) for look in waited.looks}
     places_of = {look.run_id: _places(workshop, look) for look in waited.looks}
     for most in _EVENTS:
-        told = [_told(look, most, many, causes[look.run_id], *places_of[look.run_id]) for look in waited.looks]
-        answer = _answer(told, waited, known, patience)
+        parts = [
+            _describe_run(look, most, brief, causes[look.run_id], *places_of[look.run_id]) for look in waited.looks
+        ]
+        answer = _answer(parts, waited, cursor, patience)
         if tokens(answer) <= TOKEN_BUDGET:
             break
     with suppress(DiskFull):  # answer on a full disk, too
-        write_stamps(workshop.index, {one.item.run_id: one.stamp for one in told if one.stamp is not None})
+        write_stamps(workshop.index, {part.item.run_id: part.stamp for part in parts if part.stamp is not None})
     return answer
 
 
-def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], patience: Patience) -> Answer:
+def _answer(parts: Sequence[_RunPart], waited: Waited, cursor: Mapping[str, int], patience: Patience) -> Answer:
     met = waited.met
-    live = [one.item.run_id for one in told if one.item.state in LIVE]
-    at = {**known, **{one.item.run_id: one.place for one in told}}
-    here = places.format_cursor({run_id: at[run_id] for run_id in live})
+    live = [part.item.run_id for part in parts if part.item.state in LIVE]
+    at = {**cursor, **{part.item.run_id: part.place for part in parts}}
+    next_cursor = places.format_cursor({run_id: at[run_id] for run_id in live})
     # A condition that stays met would end the next wait at once.
-    done = {one.condition for one in met}
-    until = [one.name for one in patience.until if not (one.stays_met and one.name in done)]
-    goes_on = {"until": until} if until else {}
-    if patience.by_cursor and patience.asked_s and until == [one.name for one in patience.until]:
-        following = f'Next: same call, cursor="{here}"'
+    met_names = {met_condition.condition for met_condition in met}
+    fulfilled = [condition for condition in patience.until if condition.stays_met and condition.name in met_names]
+    until = [condition.name for condition in patience.until if condition not in fulfilled]
+    until_argument = {"until": until} if until else {}
+    if patience.by_cursor and patience.asked_s and until == [condition.name for condition in patience.until]:
+        next_line = f'Next: same call, cursor="{next_cursor}"'
     else:
-        following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
-    many = _is_brief(len(told), patience)
+        wait_s = round(patience.longest_s)
+        next_line = f"Next: {call('check_status', wait_s=wait_s, **until_argument, cursor=next_cursor)}"
+    brief = _is_brief(len(parts), patience)
     # A cursor tells that the caller knows of runs that still wait.
-    known_to_wait = patience.by_cursor and any(one.new for one in told)
-    shown = _shown(told) if many or known_to_wait else told
-    same = Counter(one.item.state for one in told if one not in shown)
-    listed = [one.item for one in shown if not many or _concerns_programs(one.item)]
+    known_to_wait = patience.by_cursor and any(part.new for part in parts)
+    shown_parts = _with_news(parts) if brief or known_to_wait else parts
+    states_without_news = Counter(part.item.state for part in parts if part not in shown_parts)
+    listed = [part.item for part in shown_parts if not brief or _concerns_programs(part.item)]
     data = answers.StatusAnswer(
         runs=listed,
-        unchanged=Counter(one.item.state for one in told if one.item not in listed),
-        met=[answers.MetCondition(run_id=one.run_id, condition=one.condition) for one in met],
+        unchanged=Counter(part.item.state for part in parts if part.item not in listed),
+        met=[
+            answers.MetCondition(run_id=met_condition.run_id, condition=met_condition.condition)
+            for met_condition in met
+        ],
         cursor=places.format_cursor(at),
     )
-    if live and not met and not any(one.new for one in told):
-        return Answer(f"No news{_after(patience, waited)}. {_briefly(told)} {following}", data)
+    if live and not met and not any(part.new for part in parts):
+        return Answer(f"No news{_after_wait(patience, waited)}. {_briefly(parts)} {next_line}", data)
     lines = []
     if met:
-        lines.append("Met: " + ", ".join(f"{one.condition} by {one.run_id}" for one in met[:6]) + ".")
+        met_texts = [f"{met_condition.condition} by {met_condition.run_id}" for met_condition in met[:6]]
+        lines.append(f"Met: {', '.join(met_texts)}.")
     elif patience.until:
-        lines.append(f"Until: not met{_after(patience, waited)}{'' if live else ' before the end'}.")
+        lines.append(f"Until: not met{_after_wait(patience, waited)}{'' if live else ' before the end'}.")
     elif patience.cut:
         lines.append(f"This wait was limited to {duration(patience.longest_s)}: the client drops longer calls.")
-    lines += [one.text for one in shown]
+    lines += [part.text for part in shown_parts]
     # Who waits by a cursor was told of the others before.
-    if same and not (shown and patience.by_cursor):
-        lines.append(f"Without news: {', '.join(f'{count} {state}' for state, count in same.items())}.")
+    if states_without_news and not (shown_parts and patience.by_cursor):
+        lines.append(f"Without news: {', '.join(f'{count} {state}' for state, count in states_without_news.items())}.")
     if live:
-        lines.append(following)
-    ended = [one.item.run_id for one in told if one.item.state not in LIVE and (one.new or not live)]
+        lines.append(next_line)
+    ended = [part.item.run_id for part in parts if part.item.state not in LIVE and (part.new or not live)]
     goes_on_waiting = bool(live) and bool(patience.until) and not met
     if ended and not goes_on_waiting:
         lines.append(f"Ended: {', '.join(call('get_results', run_id=run_id) for run_id in ended[:3])}")
@@ -163,45 +171,45 @@ def _concerns_programs(item: answers.RunStatus) -> bool:
     return bool(item.states or item.events or wrong) or item.state not in LIVE
 
 
-def _shown(told: Sequence[_Told]) -> list[_Told]:
+def _with_news(parts: Sequence[_RunPart]) -> list[_RunPart]:
     """Return the runs of many that an answer tells of: those with news, and of those that just queued the first."""
-    new = [one for one in told if one.new]
-    queued = [one for one in new if one.item.state == "queued" and not one.item.events]
-    return [one for one in new if one not in queued[1:]]
+    new = [part for part in parts if part.new]
+    queued = [part for part in new if part.item.state == "queued" and not part.item.events]
+    return [part for part in new if part not in queued[1:]]
 
 
-def _after(patience: Patience, waited: Waited) -> str:
+def _after_wait(patience: Patience, waited: Waited) -> str:
     if waited.seconds < min(1.0, patience.wait_s) or not patience.wait_s:
         return ""
     cut = patience.cut and waited.seconds >= patience.longest_s and not patience.by_cursor
     return f" in {duration(waited.seconds)}" + (", the client's limit" if cut else "")
 
 
-def _briefly(told: Sequence[_Told]) -> str:
+def _briefly(parts: Sequence[_RunPart]) -> str:
     """Return all runs in one line."""
-    shown = told if len(told) <= _SHORT else told[:1]
-    text = " ".join(one.text for one in shown)
-    return text if len(shown) == len(told) else f"{text} And {plural(len(told) - len(shown), 'more run')}."
+    shown_parts = parts if len(parts) <= _SHORT else parts[:1]
+    text, hidden = " ".join(part.text for part in shown_parts), len(parts) - len(shown_parts)
+    return f"{text} And {plural(hidden, 'more run')}." if hidden else text
 
 
-def _causes(workshop: Workshop, look: Look, many: bool) -> str:
+def _causes(workshop: Workshop, look: Look, brief: bool) -> str:
     """Return the likeliest causes if a run has ended that has any, or did not learn; else an empty text.
 
     Args:
-        many: Leave out the differences from the preset, if there are causes.
+        brief: Leave out the differences from the preset, if there are causes.
     """
     status = look.status
     if not status.ended or look.told_the_end or not status.run_kind.trains:
         return ""
     folder = workshop.runs.folder(look.run_id)
     try:
-        found = explain_run(folder, Specification.read(folder), status)
+        diagnosis = explain_run(folder, Specification.read(folder), status)
     except (NotFound, Corrupt, ValueError):
         return ""
     verdict = "No difference shown: held-out accuracy did not rise. " if learned(status) is False else ""
-    if found.differs and (found.causes or verdict) and not (many and found.causes):
-        return f"{verdict}{short_causes(found)} It differs from the preset in {differing(found.differs)}."
-    return f"{verdict}{short_causes(found)}".rstrip()
+    if diagnosis.differs and (diagnosis.causes or verdict) and not (brief and diagnosis.causes):
+        return f"{verdict}{short_causes(diagnosis)} It differs from the preset in {differing(diagnosis.differs)}."
+    return f"{verdict}{short_causes(diagnosis)}".rstrip()
 
 
 def _places(workshop: Workshop, look: Look) -> tuple[str, dict[str, str]]:
@@ -211,54 +219,56 @@ def _places(workshop: Workshop, look: Look) -> tuple[str, dict[str, str]]:
         trackers = trackers_of(folder)
     except Corrupt:
         trackers = {}
-    told = {name: str(one.get("url") or one.get("folder") or "") for name, one in trackers.items()}
-    return str(folder.logs), {name: clip(place, 300) for name, place in told.items() if place}
+    urls = {name: str(tracker.get("url") or tracker.get("folder") or "") for name, tracker in trackers.items()}
+    return str(folder.logs), {name: clip(url, 300) for name, url in urls.items() if url}
 
 
 def components(status: Status) -> dict[str, str]:
     """Return the state of each component: running, or exited with its code."""
-    found = {}
-    for name, one in status.crew.items():
-        text = {"starting": "starting", "ready": "running"}.get(one.state) or _exited(one)
-        restarts = one.restarts + one.worker_restarts
-        found[name] = f"{text}, {plural(restarts, 'restart')}" if restarts else text
-    return found
+    states = {}
+    for name, member in status.crew.items():
+        text = {"starting": "starting", "ready": "running"}.get(member.state) or _exited(member)
+        restarts = member.restarts + member.worker_restarts
+        states[name] = f"{text}, {plural(restarts, 'restart')}" if restarts else text
+    return states
 
 
-def _exited(one: CrewMember) -> str:
-    return f"{one.state} ({'killed' if one.exit_code is None else one.exit_code})"
+def _exited(member: CrewMember) -> str:
+    return f"{member.state} ({'killed' if member.exit_code is None else member.exit_code})"
 
 
-def _told(
-    look: Look, most: int, many: bool, causes: str = "", logs: str = "", trackers: Mapping[str, str] | None = None
-) -> _Told:
+def _describe_run(
+    look: Look, most: int, brief: bool, causes: str = "", logs: str = "", trackers: Mapping[str, str] | None = None
+) -> _RunPart:
     """Return one run's part with at most `most` events: the next ones after a cursor, or else the newest.
 
     Args:
-        many: Be brief, and leave out components and trackers of a run that is well; an answer about it alone has them.
+        brief: Be brief, and leave out components and trackers of a run that is well; an answer about it alone has them.
         causes: Of an ended run, from `_causes`.
         logs, trackers: From `_places`.
     """
-    status, stamp, known = look.status, look.stamp, look.place is not None
-    told = look.news[:most] if known else look.news[-most:]
-    left = len(look.news) - len(told)
-    last = look.events[-1].seq if look.events else (look.place if look.place is not None else stamp.seq if stamp else 0)
-    place = told[-1].seq if known and left else last
+    status, stamp, has_cursor = look.status, look.stamp, look.place is not None
+    events = look.news[:most] if has_cursor else look.news[-most:]
+    events_left = len(look.news) - len(events)
+    last_seq = (
+        look.events[-1].seq if look.events else (look.place if look.place is not None else stamp.seq if stamp else 0)
+    )
+    place = events[-1].seq if has_cursor and events_left else last_seq
     if look.due or stamp is None:
         fresh, numbers, at = True, look.numbers, look.now
     else:
         fresh, numbers, at = False, stamp.snapshot, stamp.at
     seq = max(place, stamp.seq if stamp else 0)
-    kept: Stamp | None = Stamp(at, seq, numbers)
+    new_stamp: Stamp | None = Stamp(at, seq, numbers)
     if stamp is not None and seq == stamp.seq and (not fresh or (status.ended and numbers == stamp.snapshot)):
-        kept = None
+        new_stamp = None
     limited = not status.ended and bool(work_of(numbers))
     next_in = max(0.0, round(at + look.interval_s - look.now, 1)) if limited else None
     line = f"{status.run_id}: {status.state}"
     if status.reason and status.failure is None:
         line += f" ({marked(status.reason, 200)})"
-    if many and not status.ended:
-        line += f"; {numbers_line({key: one for key, one in numbers.items() if key in _BRIEF})}"
+    if brief and not status.ended:
+        line += f"; {numbers_line({key: number for key, number in numbers.items() if key in _BRIEF})}"
         line += "." if fresh else f" ({ago(at, look.now)})."
     elif fresh:
         line += f"; {_ended(status, numbers) if status.ended else numbers_line(numbers)}."
@@ -267,23 +277,22 @@ def _told(
     else:
         line += f"; numbers of {ago(at, look.now)}: {numbers_line(numbers)}. Next in {duration(next_in or 0)}."
     checks = _open_checks(status)
-    if checks and (told and not many or "failed" in checks.values()):
-        line += " Checks: " + ", ".join(f"{name} {how}" for name, how in checks.items()) + "."
-    parts = components(status)
-    exited = [f"{name} {how}" for name, how in parts.items() if how.startswith("exited")]
+    if checks and (events and not brief or "failed" in checks.values()):
+        line += " Checks: " + ", ".join(f"{name} {state}" for name, state in checks.items()) + "."
+    component_states = components(status)
+    exited = [f"{name} {state}" for name, state in component_states.items() if state.startswith("exited")]
     known_already = stamp is not None and not exited and not (status.ended and not look.told_the_end)
-    if known_already or (many and not exited):
-        parts, trackers = {}, {}
-    line += "".join(f" {name}: {place}." for name, place in (trackers or {}).items())
+    if known_already or (brief and not exited):
+        component_states, trackers = {}, {}
+    line += "".join(f" {name}: {url}." for name, url in (trackers or {}).items())
     if exited:
         line += f" Components: {', '.join(exited)}; logs in {logs}."
-    line += "".join(f"\n  {text}" for text in (_news_in_brief(told, status) if many else _news(told)))
-    if left and known:
-        line += f"\n  {plural(left, 'more event')}: call again with the cursor."
-    elif left:
-        line += (
-            f'\n  {plural(left, "event")} before these: cursor="{status.run_id}:{look.events[0].seq - 1}" shows them.'
-        )
+    line += "".join(f"\n  {text}" for text in (_news_in_brief(events, status) if brief else _news(events)))
+    if events_left and has_cursor:
+        line += f"\n  {plural(events_left, 'more event')}: call again with the cursor."
+    elif events_left:
+        earlier = f"{status.run_id}:{look.events[0].seq - 1}"
+        line += f'\n  {plural(events_left, "event")} before these: cursor="{earlier}" shows them.'
     failure = status.failure
     if failure is not None:
         line += f"\n  failed: {failure.component}: {marked(failure.reason, 300)} {clip(failure.hint, 300)}".rstrip()
@@ -294,37 +303,39 @@ def _told(
         environment="" if known_already else status.environment,
         state=status.state,
         fresh=fresh,
-        numbers={} if many else numbers,
+        numbers={} if brief else numbers,
         next_numbers_in_s=next_in,
-        states=[str(event.data.get("to")) for event in told if event.kind == "state"],
-        events=[_structured(event) for event in _newest(told) if event.kind not in ("state", "end")],
-        events_left=left,
+        states=[str(event.data.get("to")) for event in events if event.kind == "state"],
+        events=[_structured(event) for event in _newest(events) if event.kind not in ("state", "end")],
+        events_left=events_left,
         failure=None if failure is None else _failure(failure.model_dump(mode="json"), most),
         lifecycle=state_of(status),
         checks=checks,
-        components=parts,
-        logs=logs if parts else "",
+        components=component_states,
+        logs=logs if component_states else "",
         trackers=dict(trackers or {}),
     )
-    new = bool(told) or (status.ended and not look.told_the_end) or (fresh and look.has_new_numbers) or stamp is None
-    return _Told(line, item, place, kept, new)
+    new = bool(events) or (status.ended and not look.told_the_end) or (fresh and look.has_new_numbers) or stamp is None
+    return _RunPart(line, item, place, new_stamp, new)
 
 
 def _ended(status: Status, numbers: Mapping[str, Any]) -> str:
     """Return an ended run's accuracy, or else the numbers of its last batch, labelled as such."""
-    found = headline(status)
-    if found is None:
-        last = {key: one for key, one in numbers.items() if key not in _ALONG}
-        along = {key: numbers[key] for key in ("reward", "success") if key in numbers}
-        return numbers_line(last) + (f"; its last batch alone: {numbers_line(along)}" if along else "")
-    return f"{found}; {numbers_line({key: one for key, one in numbers.items() if key not in _ALONG})}"
+    accuracy = headline(status)
+    if accuracy is None:
+        progress_numbers = {key: number for key, number in numbers.items() if key not in _ALONG}
+        batch_numbers = {key: numbers[key] for key in ("reward", "success") if key in numbers}
+        return numbers_line(progress_numbers) + (
+            f"; its last batch alone: {numbers_line(batch_numbers)}" if batch_numbers else ""
+        )
+    return f"{accuracy}; {numbers_line({key: number for key, number in numbers.items() if key not in _ALONG})}"
 
 
 def _open_checks(status: Status) -> dict[str, str]:
     """Return the state of a run's checks while they run or if one failed; empty once all have passed."""
-    checks: dict[str, str] = {_CHECKS.get(name, name): _CHECKS.get(how, how) for name, how in checks_of(status).items()}
-    made = status.state in ("validating", "starting") or "failed" in checks.values()
-    return checks if made and set(checks.values()) != {"passed"} else {}
+    checks = {_CHECKS.get(name, name): _CHECKS.get(state, state) for name, state in checks_of(status).items()}
+    relevant = status.state in ("validating", "starting") or "failed" in checks.values()
+    return checks if relevant and set(checks.values()) != {"passed"} else {}
 
 
 def _structured(event: Event) -> dict[str, Any]:
@@ -332,8 +343,8 @@ def _structured(event: Event) -> dict[str, Any]:
     data = event.data
     if event.kind == "evaluation" and isinstance(data.get("summary"), dict):
         data = {"label": data.get("label"), "accuracy": data["summary"].get("accuracy")}
-    kept = _OF_FINDING if event.kind == "finding" else data
-    return {"kind": event.kind, "data": {key: data[key] for key in kept if data.get(key) not in (None, "", {})}}
+    keys = _OF_FINDING if event.kind == "finding" else data
+    return {"kind": event.kind, "data": {key: data[key] for key in keys if data.get(key) not in (None, "", {})}}
 
 
 def _failure(failure: dict[str, Any], most: int) -> dict[str, Any]:
@@ -358,37 +369,37 @@ def _news(events: Sequence[Event]) -> list[str]:
 
 def _news_in_brief(events: Sequence[Event], status: Status) -> list[str]:
     """Format the events of one of many runs in a line: findings with their edits, not what the run's own line says."""
-    told = []
+    texts = []
     for event in _newest(events):
         if event.kind == "finding":
-            told.append(_finding_in_brief(event.data))
+            texts.append(_finding_in_brief(event.data))
         elif event.kind not in ("state", "end") and not (event.kind == "evaluation" and headline(status)):
-            told.append(_event(event))
-    return [f"new: {'; '.join(told)}"] if told else []
+            texts.append(_event(event))
+    return [f"new: {'; '.join(texts)}"] if texts else []
 
 
 def _finding_in_brief(data: Mapping[str, Any]) -> str:
     """Return `rule (level: edit)`, with the cause or the sentence in place of an edit that it has not."""
     level, changes = data.get("level"), data.get("changes")
     if level == "over":
-        more = ""
+        detail = ""
     elif data.get("follows"):
-        more = f", from {named(data['follows'], 60)}"
+        detail = f", from {named(data['follows'], 60)}"
     elif isinstance(changes, dict) and changes:
-        more = f": {said(changes)}"
+        detail = f": {said(changes)}"
     else:
-        more = f": {told_by(data.get('rule'), data.get('what', ''), 120)}"
-    return _rule(data, more)
+        detail = f": {told_by(data.get('rule'), data.get('what', ''), 120)}"
+    return _rule(data, detail)
 
 
-def _rule(data: Mapping[str, Any], more: str = "") -> str:
-    return f"{named(data.get('rule', ''), 60)} ({named(data.get('level'))}{more})"
+def _rule(data: Mapping[str, Any], detail: str = "") -> str:
+    return f"{named(data.get('rule', ''), 60)} ({named(data.get('level'))}{detail})"
 
 
 def _newest(events: Sequence[Event]) -> list[Event]:
     """Leave out findings that a later event of the same rule replaces."""
-    last = {event.data.get("rule"): event for event in events if event.kind == "finding"}
-    return [event for event in events if event.kind != "finding" or last[event.data.get("rule")] is event]
+    last_of_rule = {event.data.get("rule"): event for event in events if event.kind == "finding"}
+    return [event for event in events if event.kind != "finding" or last_of_rule[event.data.get("rule")] is event]
 
 
 def _event(event: Event) -> str:
@@ -397,30 +408,31 @@ def _event(event: Event) -> str:
         return f"evaluation {_evaluation(data)}"
     if event.kind == "finding":
         head = f"{named(data.get('rule', ''), 60)} is over" if data.get("level") == "over" else _rule(data)
-        following = f" Next: {told_by(data.get('rule'), data['next'], 200)}" if data.get("next") else ""
-        return f"finding {head}: {told_by(data.get('rule'), data.get('what', ''), 240)}{following}"
+        next_line = f" Next: {told_by(data.get('rule'), data['next'], 200)}" if data.get("next") else ""
+        return f"finding {head}: {told_by(data.get('rule'), data.get('what', ''), 240)}{next_line}"
     if isinstance(data.get("what"), str):
-        return f"{event.kind}{' is over' if data.get('over') is True else ''}: {_what(data)}"
-    said = ", ".join(f"{key} {value(one)}" for key, one in data.items())
-    return f"{event.kind}: {clip(said, 200)}"
+        return f"{event.kind}{' is over' if data.get('over') is True else ''}: {_text_with_advice(data)}"
+    fields = ", ".join(f"{key} {value(field_value)}" for key, field_value in data.items())
+    return f"{event.kind}: {clip(fields, 200)}"
 
 
-def _what(data: Mapping[str, Any]) -> str:
+def _text_with_advice(data: Mapping[str, Any]) -> str:
     """Return the text of an event and its advice."""
     return clip(data.get("what", ""), 240) + (f" Next: {clip(data['next'], 200)}" if data.get("next") else "")
 
 
 def _evaluation(data: Mapping[str, Any]) -> str:
-    found = data.get("summary")
-    summary = found if isinstance(found, dict) else data
+    own_summary = data.get("summary")
+    summary = own_summary if isinstance(own_summary, dict) else data
     label = data.get("label", "")
     if summary.get("accuracy") is None:
-        return f"{label}: {clip(', '.join(f'{key} {value(one)}' for key, one in summary.items()), 200)}"
+        return f"{label}: {clip(', '.join(f'{key} {value(number)}' for key, number in summary.items()), 200)}"
     text = f"{label}: {accuracy_on(str(summary.get('split', '')))} {percent(summary['accuracy'])}"
     if summary.get("tasks"):
         text += f" on {plural(summary['tasks'], 'task')}"
-    each = summary.get("environments")
-    if isinstance(each, dict):
-        told = [f"{named(label, 60)} {percent(one.get('accuracy'))}" for label, one in list(each.items())[:8]]
-        text += f" ({', '.join(told)})"
+    environments = summary.get("environments")
+    if isinstance(environments, dict):
+        listed = list(environments.items())[:8]
+        accuracies = [f"{named(label, 60)} {percent(environment.get('accuracy'))}" for label, environment in listed]
+        text += f" ({', '.join(accuracies)})"
     return text

@@ -78,17 +78,17 @@ async def wait_for_news(
     while True:
         looks = await to_thread.run_sync(look_at, workshop, run_ids, places, limit)
         met = _met(looks, until)
-        left = deadline - time.monotonic()
-        if left <= 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             break
         if met or _over(looks, until):
             woken_at = woken_at or time.monotonic()
             if not _unsettled(looks, met) or time.monotonic() - woken_at >= _SETTLE_S:
                 break
         await reporter.report(looks)
-        await anyio.sleep(min(_LOOK_EVERY_S, left))
+        await anyio.sleep(min(_LOOK_EVERY_S, seconds_left))
     if wait_s:
-        await reporter.report(looks, last=True)
+        await reporter.report(looks, is_final=True)
     return Waited(looks, met, time.monotonic() - began)
 
 
@@ -96,17 +96,22 @@ def _met(looks: Sequence[Look], until: Sequence[Condition]) -> list[Met]:
     """Return the conditions met. A run whose end the caller knows meets none while others live."""
     over = all(look.status.ended for look in looks)
     judged = looks if over else [look for look in looks if not look.told_the_end]
-    met = [Met(look.run_id, one.name) for one in until for look in judged if one.met(look.status, look.news)]
+    met = [
+        Met(look.run_id, condition.name)
+        for condition in until
+        for look in judged
+        if condition.met(look.status, look.news)
+    ]
     if over:
-        last = max(looks, key=lambda look: look.status.ended_at or look.now)
-        met += [Met(last.run_id, one.name) for one in until if one.of_all]
+        last_look = max(looks, key=lambda look: look.status.ended_at or look.now)
+        met += [Met(last_look.run_id, condition.name) for condition in until if condition.of_all]
     return met
 
 
 def _over(looks: Sequence[Look], until: Sequence[Condition]) -> bool:
     if all(look.status.ended for look in looks):
         return True
-    if any(one.of_all for one in until):
+    if any(condition.of_all for condition in until):
         return False  # the end of one run does not end it; `failed` is a condition of its own
     if until:
         return any(look.status.ended and not look.told_the_end for look in looks)
@@ -115,7 +120,7 @@ def _over(looks: Sequence[Look], until: Sequence[Condition]) -> bool:
 
 def _unsettled(looks: Sequence[Look], met: Sequence[Met]) -> bool:
     """Return True if an end is near: evaluated and not completed, or completed without its last record."""
-    evaluated = not met or any(one.condition == "evaluation" for one in met)
+    evaluated = not met or any(met_condition.condition == "evaluation" for met_condition in met)
     return any(
         (evaluated and look.status.state == "evaluating")
         or (look.status.state == "completed" and look.status.ended_at is None)
@@ -130,15 +135,15 @@ class _ProgressReporter:
         self._progress = progress
         self._at, self._message, self._done = 0.0, "", -1.0
 
-    async def report(self, looks: Sequence[Look], *, last: bool = False) -> None:
+    async def report(self, looks: Sequence[Look], *, is_final: bool = False) -> None:
         """Report the runs' progress if it is new; at most every half second unless it is the last report."""
         if self._progress is None:
             return
         since = time.monotonic() - self._at
         done, total, message = _progress_of(looks)
-        if message == self._message and (last or since < _SIGN_OF_LIFE_S):
+        if message == self._message and (is_final or since < _SIGN_OF_LIFE_S):
             return
-        if since < _PROGRESS_EVERY_S and not last:
+        if since < _PROGRESS_EVERY_S and not is_final:
             return
         # The protocol demands that `done` grows with every message.
         done = done if done > self._done else self._done + 1e-6
@@ -150,7 +155,7 @@ def _progress_of(looks: Sequence[Look]) -> tuple[float, float | None, str]:
     """Return done, total and message: the live numbers of a single run, a count of several."""
     if len(looks) == 1:
         look = looks[0]
-        numbers = {key: one for key, one in look.numbers.items() if key != "elapsed_s"}
+        numbers = {key: number for key, number in look.numbers.items() if key != "elapsed_s"}
         message = f"{look.status.state}: {numbers_line(numbers)}" if numbers else look.status.state
         step = numbers.get("step", 0) if "step" in numbers or look.status.run_kind.trains else numbers.get("done", 0)
         total = numbers.get("total_steps") if "step" in numbers else numbers.get("total")
@@ -159,5 +164,5 @@ def _progress_of(looks: Sequence[Look]) -> tuple[float, float | None, str]:
             step = max(float(step), round(share * total, 2))  # time may end the run before its steps
         return float(step), float(total) if total else None, message
     done = sum(look.status.ended for look in looks)
-    said = ", ".join(f"{look.run_id} {look.status.state} {numbers_line(look.numbers)}" for look in looks[:3])
-    return float(done), float(len(looks)), f"{done}/{len(looks)} ended: {said}"
+    states = ", ".join(f"{look.run_id} {look.status.state} {numbers_line(look.numbers)}" for look in looks[:3])
+    return float(done), float(len(looks)), f"{done}/{len(looks)} ended: {states}"

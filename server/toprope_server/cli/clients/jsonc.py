@@ -94,18 +94,18 @@ def _inserted(text: str, root: _Node, node: _Node, key: str, value: Any) -> str:
         member = f"{json.dumps(key)}: {_dumped(value, indent)}"
         inside = text[node.start + 1 : node.end - 1].rstrip()
         return f"{text[: node.start + 1]}{inside}\n{indent}{member}\n{outer}{text[node.end - 1 :]}"
-    start, last = list(node.members.values())[-1]
+    start, last_value = list(node.members.values())[-1]
     indent = _indent(text, start)
     if "\n" not in text[node.start : start]:
         indent = outer + "  "
-    rest = _REST_OF_LINE.match(text, last.end)
-    assert rest is not None
-    comma, place = ("", rest.end()) if rest[1] else (",", rest.end())
+    line_rest = _REST_OF_LINE.match(text, last_value.end)
+    assert line_rest is not None
+    comma, place = ("", line_rest.end()) if line_rest[1] else (",", line_rest.end())
     if text[place : place + 1] not in ("\n", "\r", ""):  # more of the object is on this line
-        comma, place = ("", rest.end(1)) if rest[1] else (",", last.end)
-    member = f"{json.dumps(key)}: {_dumped(value, indent)}{',' if rest[1] else ''}"
-    closes = "" if "\n" in text[last.end : node.end] else f"\n{outer}"
-    return f"{text[: last.end]}{comma}{text[last.end : place]}\n{indent}{member}{closes}{text[place:]}"
+        comma, place = ("", line_rest.end(1)) if line_rest[1] else (",", last_value.end)
+    member = f"{json.dumps(key)}: {_dumped(value, indent)}{',' if line_rest[1] else ''}"
+    closes = "" if "\n" in text[last_value.end : node.end] else f"\n{outer}"
+    return f"{text[: last_value.end]}{comma}{text[last_value.end : place]}\n{indent}{member}{closes}{text[place:]}"
 
 
 def _dumped(value: Any, indent: str) -> str:
@@ -137,10 +137,10 @@ def _value(text: str, place: int) -> _Node:
         return _object(text, place)
     if text.startswith("[", place):
         return _array(text, place)
-    found = _TEXT.match(text, place) or _SCALAR.match(text, place)
-    if found is None:
+    match = _TEXT.match(text, place) or _SCALAR.match(text, place)
+    if match is None:
         raise ValueError(f"a value is missing at line {_line(text, place)}")
-    return _Node(place, found.end(), json.loads(found[0]))
+    return _Node(place, match.end(), json.loads(match[0]))
 
 
 def _object(text: str, place: int) -> _Node:
@@ -184,9 +184,9 @@ def _next(text: str, place: int, end: str) -> int:
 
 def _skip(text: str, place: int) -> int:
     """The first character that is neither white space nor comment."""
-    found = _SPACE.match(text, place)
-    assert found is not None
-    return found.end()
+    match = _SPACE.match(text, place)
+    assert match is not None
+    return match.end()
 
 
 def _line(text: str, place: int) -> int:

@@ -28,8 +28,8 @@ class Server:
 
     def entry(self, **more: Any) -> dict[str, Any]:
         """The usual form of an entry, with more fields first."""
-        found = {**more, "command": self.command, "args": self.arguments}
-        return found | {"env": self.variables} if self.variables else found
+        form = {**more, "command": self.command, "args": self.arguments}
+        return form | {"env": self.variables} if self.variables else form
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Places:
 
     def named(self, variable: str, default: Path) -> Path:
         """The path in a variable, else the default."""
-        given = self.environ.get(variable)
-        return Path(given) if given else default
+        folder = self.environ.get(variable)
+        return Path(folder) if folder else default
 
 
 @dataclass(frozen=True)

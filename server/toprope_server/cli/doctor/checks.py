@@ -70,14 +70,14 @@ def python(home: Home) -> Iterator[Finding]:
 
     have = ".".join(map(str, sys.version_info[:3]))
     try:
-        wanted = metadata.metadata("toprope")["Requires-Python"] or ">=3.11"
+        required = metadata.metadata("toprope")["Requires-Python"] or ">=3.11"
     except metadata.PackageNotFoundError:
-        wanted = ">=3.11"
-    sound = SpecifierSet(wanted).contains(have, prereleases=True)
+        required = ">=3.11"
+    sound = SpecifierSet(required).contains(have, prereleases=True)
     yield Finding(
         "Python",
         "ok" if sound else "broken",
-        f"{have} ({sys.executable}), wanted {wanted}",
+        f"{have} ({sys.executable}), wanted {required}",
         "" if sound else "Install Toprope with a Python of that version; in a checkout: make PYTHON=... setup",
     )
 
@@ -92,7 +92,7 @@ def packages(home: Home) -> Iterator[Finding]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    pins, wrong, other, count = _pins(), [], [], 0
+    pins, wrong, untested, count = _pins(), [], [], 0
     extra = "" if missing(["torch"]) else "train"
     for line in required:
         requirement = Requirement(line)
@@ -107,12 +107,12 @@ def packages(home: Home) -> Iterator[Finding]:
         if not requirement.specifier.contains(have, prereleases=True):
             wrong.append(f"{requirement.name} {have} is not {requirement.specifier}")
         elif (pin := pins.get(canonicalize_name(requirement.name))) and have.partition("+")[0] != pin:
-            other.append(f"{requirement.name} {have} (tested: {pin})")
+            untested.append(f"{requirement.name} {have} (tested: {pin})")
     if wrong:
         yield Finding("packages", "broken", "; ".join(wrong), _REINSTALL)
-    if other:
-        yield Finding("packages", "note", "versions that were not tested: " + ", ".join(other))
-    if not wrong and not other:
+    if untested:
+        yield Finding("packages", "note", "versions that were not tested: " + ", ".join(untested))
+    if not wrong and not untested:
         tested = "the versions that were tested" if pins else "versions within the ranges asked for"
         yield Finding("packages", "ok", f"all {count} are installed, in {tested}")
 
@@ -124,22 +124,22 @@ def torch(home: Home) -> Iterator[Finding]:
         yield Finding("torch", "note", text, f"To train here: {install_command()}")
         return
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-c", _TORCH], capture_output=True, text=True, timeout=TORCH_LIMIT_S, check=False
         )
-        seen = json.loads(done.stdout) if done.returncode == 0 else None
+        build_info = json.loads(process.stdout) if process.returncode == 0 else None
     except (subprocess.TimeoutExpired, ValueError, OSError) as error:
         yield Finding("torch", "broken", f"does not load: {type(error).__name__}.", _REINSTALL)
         return
-    if seen is None:
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        yield Finding("torch", "broken", f"does not load: {last[0][:300]}", _REINSTALL)
+    if build_info is None:
+        last_lines = process.stderr.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
+        yield Finding("torch", "broken", f"does not load: {last_lines[0][:300]}", _REINSTALL)
         return
-    build = f"CUDA {seen['cuda']}" if seen["cuda"] else "CPU only"
-    yield Finding("torch", "ok", f"{seen['version']}, built for {build}")
-    if seen["gpus"]:
-        named = ", ".join(f"{name}, {memory / 2**30:.0f} GiB" for name, memory in seen["gpus"])
-        yield Finding("GPU", "ok", named)
+    build = f"CUDA {build_info['cuda']}" if build_info["cuda"] else "CPU only"
+    yield Finding("torch", "ok", f"{build_info['version']}, built for {build}")
+    if build_info["gpus"]:
+        gpus = ", ".join(f"{name}, {memory / 2**30:.0f} GiB" for name, memory in build_info["gpus"])
+        yield Finding("GPU", "ok", gpus)
     elif shutil.which("nvidia-smi"):
         yield Finding(
             "GPU",
@@ -153,9 +153,9 @@ def torch(home: Home) -> Iterator[Finding]:
 
 def folders(home: Home) -> Iterator[Finding]:
     """The home folder: writable, private, with free space; and its embedded policies."""
-    there = next(parent for parent in (home.path, *home.path.parents) if parent.exists())
+    existing_folder = next(parent for parent in (home.path, *home.path.parents) if parent.exists())
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".toprope-doctor-"):
+        with tempfile.NamedTemporaryFile(dir=existing_folder, prefix=".toprope-doctor-"):
             pass
     except OSError as error:
         yield Finding(
@@ -173,16 +173,16 @@ def folders(home: Home) -> Iterator[Finding]:
             + (": others can read it" if mode else ""),
             f"Run: chmod 700 {home.path}" if mode else "",
         )
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing_folder).free
     level: Level = "broken" if free < NO_SPACE else "warning" if free < LITTLE_SPACE else "ok"
     remedy = "" if level == "ok" else "'toprope prune' shows how much old runs take."
     yield Finding("disk", level, f"{free / 1e9:.1f} GB free", remedy)
     if home.path.exists():
         from toprope.training.policy.loading import embedded_folder
 
-        made = (embedded_folder(home.policies) / "recipe.json").is_file()
-        text = "ready" if made else "not made yet; the first run makes it in about a minute"
-        yield Finding("embedded policy", "ok" if made else "note", text)
+        is_made = (embedded_folder(home.policies) / "recipe.json").is_file()
+        text = "ready" if is_made else "not made yet; the first run makes it in about a minute"
+        yield Finding("embedded policy", "ok" if is_made else "note", text)
 
 
 def owners_files(home: Home) -> Iterator[Finding]:
@@ -195,20 +195,20 @@ def owners_files(home: Home) -> Iterator[Finding]:
     for name, path in list_presets(home.preset_folders).items():
         readers.append((f"preset {name}", path, partial(load_preset, name, home.preset_folders)))
     sound = []
-    for subject, path, read in readers:
+    for subject, path, read_file in readers:
         try:
-            read()
+            read_file()
         except TopropeError as error:
             line = line_of_mistake(path, str(error))
-            where = f"line {line}: " if line and f"line {line}" not in str(error) else ""
-            yield Finding(subject, "broken", f"{where}{error.message}", error.hint or "Fix the file.")
+            line_text = f"line {line}: " if line and f"line {line}" not in str(error) else ""
+            yield Finding(subject, "broken", f"{line_text}{error.message}", error.hint or "Fix the file.")
         else:
             sound.append(subject)
-    yield from _named_things(home)
+    yield from _check_named(home)
     if sound:
-        own = home.settings_file if home.settings_file.exists() else None
+        settings_file = home.settings_file if home.settings_file.exists() else None
         yield Finding(
-            "owner's files", "ok", f"{', '.join(sound)}{'' if own else ' (no settings.yaml: defaults apply)'}"
+            "owner's files", "ok", f"{', '.join(sound)}{'' if settings_file else ' (no settings.yaml: defaults apply)'}"
         )
     for path in (home.settings_file, home.configuration / "http-token"):
         if path.exists() and path.stat().st_mode & 0o077:
@@ -218,15 +218,15 @@ def owners_files(home: Home) -> Iterator[Finding]:
                 yield Finding(path.name, level, "others can read it, and it can hold keys", f"Run: chmod 600 {path}")
 
 
-def _named_things(home: Home) -> Iterator[Finding]:
+def _check_named(home: Home) -> Iterator[Finding]:
     """Presets and folders that settings.yaml names and that do not exist."""
     try:
         settings = home.settings()
     except TopropeError:
         return
-    if settings.preset not in (known := list_presets(home.preset_folders)):
+    if settings.preset not in (presets := list_presets(home.preset_folders)):
         text = f"preset: there is no preset {settings.preset!r}"
-        yield Finding("settings.yaml", "broken", text, f"The presets are: {', '.join(known)}.")
+        yield Finding("settings.yaml", "broken", text, f"The presets are: {', '.join(presets)}.")
     for key in ("environments", "datasets"):
         for folder in getattr(settings, key, []):
             path = home.configuration / Path(folder).expanduser()
@@ -247,15 +247,15 @@ def line_of_mistake(path: Path, message: str) -> int | None:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
     lines = dict(_lines(root))
-    wanted: list[str] = []
+    names: list[str] = []
     lock = re.search(r", lock (\d+)", message)
     within = f"locks.{int(lock[1]) - 1}" if lock else ""
     if match := re.search(r"no key '([^']+)'", message):
-        wanted += [name for name in lines if name.rpartition(".")[2] == match[1] and name.startswith(within)]
-    wanted += [within] if within else []
+        names += [name for name in lines if name.rpartition(".")[2] == match[1] and name.startswith(within)]
+    names += [within] if within else []
     for name in re.findall(r"[A-Za-z_][\w*]*(?:[.][\w*]+)+|[a-z_]+", message.partition(str(path))[2] or message):
-        wanted += [known for known in lines if known == name or known == f"config.{name}"]
-    return next((lines[name] for name in wanted if name in lines), None)
+        names += [dotted_name for dotted_name in lines if dotted_name == name or dotted_name == f"config.{name}"]
+    return next((lines[name] for name in names if name in lines), None)
 
 
 def _lines(node: Any, name: str = "") -> Iterator[tuple[str, int]]:
@@ -291,8 +291,8 @@ def environments(home: Home) -> Iterator[Finding]:
     opened = record.read()
     states = Counter(record.state(entry, opened) for entry in entries)
     ready, untried = states["ready"], states["not tried"]
-    said = f"{ready} of {len(entries)} are ready" + (f", {untried} not tried" if untried else "")
-    yield Finding("environments", "ok" if ready or untried else "broken", said)
+    summary = f"{ready} of {len(entries)} are ready" + (f", {untried} not tried" if untried else "")
+    yield Finding("environments", "ok" if ready or untried else "broken", summary)
     for entry in entries:
         if entry.status == "broken":
             cure = "Fix its file." if entry.ecosystem == "toprope" else BROKEN
@@ -325,13 +325,13 @@ def keys(home: Home) -> Iterator[Finding]:
         settings = home.settings()
     except TopropeError:
         settings = None
-    kept = {} if settings is None else settings.variables
+    variables = {} if settings is None else settings.variables
     needed = dict(_KEYS)
     for model in [] if settings is None else settings.models.values():
         if model.key and model.key not in needed:
             needed[model.key] = ("models", f"test_inference with {model.model}")
     for name, (component, use) in needed.items():
-        owners = [to for to, values in kept.items() if name in values]
+        owners = [to for to, values in variables.items() if name in values]
         if owners and (component in owners or "*" in owners):
             yield Finding(name, "ok", f"in settings.yaml, for {', '.join(owners)}")
         elif owners:

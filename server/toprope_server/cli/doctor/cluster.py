@@ -51,17 +51,17 @@ def check_cluster(
         clusters = home.clusters()
         kind = clusters.named[name].kind if name in clusters.named else "slurm"
         _, cluster = clusters.chosen(LauncherSection(kind=kind, cluster=name))
-        asked = engine(cluster)
-        count = len(asked.jobs())
+        cluster_engine = engine(cluster)
+        count = len(cluster_engine.jobs())
     except TopropeError as error:
         yield Finding(name, "broken", error.message, error.hint or "Fix clusters.yaml, or the way to the cluster.")
         return
-    yield Finding(name, "ok", f"{asked.title} answers; it knows {count} jobs of yours")
+    yield Finding(name, "ok", f"{cluster_engine.title} answers; it knows {count} jobs of yours")
     home.ensure().runs.mkdir(mode=0o700, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=home.runs))
     lock = RunLock.acquire(folder / HELD)
     try:
-        yield from _prove(asked, cluster, name, folder, limit_s, show)
+        yield from _prove(cluster_engine, cluster, name, folder, limit_s, show)
     except TopropeError as error:
         yield Finding(name, "broken", error.message, error.hint)
     finally:
@@ -71,7 +71,7 @@ def check_cluster(
 
 
 def _prove(
-    asked: Engine, cluster: Cluster, name: str, folder: Path, limit_s: float, show: Callable[[str], None]
+    engine: Engine, cluster: Cluster, name: str, folder: Path, limit_s: float, show: Callable[[str], None]
 ) -> Iterator[Finding]:
     """Take the findings of the job by the way that a run's files would take."""
     mirror, job, log = cluster.mirror, f"toprope-doctor-{folder.name.rpartition('-')[2]}", folder / "job.log"
@@ -80,24 +80,24 @@ def _prove(
     if mirror is None:
         request = JobRequest(job, [*command, str(folder)], folder, log, section)
         remedy = f"The node needs {command[0]} with Toprope, and {folder.parent} under the same path."
-        yield from _probe(asked, request, name, folder, limit_s, show, remedy)
+        yield from _probe(engine, request, name, folder, limit_s, show, remedy)
         return
     require("A check of a cluster that shares no folder", *MIRRORING)
     from toprope.supervisor.mirror.receiver import taking_facts
 
     trusted, home = cluster.network == "trusted", Path(mirror.home)
     with taking_facts(mirror, run_key(mirror.key(), job, 0), folder / FACTS, trusted=trusted) as server:
-        way = [str(home), job, server, mirror.key_file, *(["trusted"] if trusted else [])]
-        request = JobRequest(job, [*command, *way], home, home / "jobs.log", section)
+        arguments = [str(home), job, server, mirror.key_file, *(["trusted"] if trusted else [])]
+        request = JobRequest(job, [*command, *arguments], home, home / "jobs.log", section)
         remedy = (
             f"The node needs {command[0]} with Toprope, the folder {home}, the key file {mirror.key_file} as it is "
             f"here, and a way to {server}; {request.log} there says which of them it lacks."
         )
-        yield from _probe(asked, request, name, folder, limit_s, show, remedy, server)
+        yield from _probe(engine, request, name, folder, limit_s, show, remedy, server)
 
 
 def _probe(
-    asked: Engine,
+    engine: Engine,
     request: JobRequest,
     name: str,
     folder: Path,
@@ -107,60 +107,62 @@ def _probe(
     server: str = "",
 ) -> Iterator[Finding]:
     log, job_name = request.log, request.name
-    asked.submit(request)
+    engine.submit(request)
     limit, ended_at = time.monotonic() + limit_s, None
     while not (folder / FACTS).exists():
-        job = asked.jobs().get(job_name)
-        told = job.told or job.word if job else "unknown to the engine"
-        show(f"The job waits: {told} ...")
+        job = engine.jobs().get(job_name)
+        job_state = job.told or job.word if job else "unknown to the engine"
+        show(f"The job waits: {job_state} ...")
         if job is not None and job.phase == "ended":
             ended_at = ended_at or time.monotonic()
             if time.monotonic() - ended_at > _FILE_S:
-                said = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-                why = f"the job ended without an answer ({told})" + (f": {said[0][:200]}" if said else "")
-                yield Finding(name, "broken", why, remedy)
+                last_line = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+                reason = f"the job ended without an answer ({job_state})" + (
+                    f": {last_line[0][:200]}" if last_line else ""
+                )
+                yield Finding(name, "broken", reason, remedy)
                 return
         if time.monotonic() > limit:
-            asked.cancel(job_name)
-            yield Finding(name, "broken", f"the job did not run within {limit_s:g} s: {told}", "Ask again later.")
+            engine.cancel(job_name)
+            yield Finding(name, "broken", f"the job did not run within {limit_s:g} s: {job_state}", "Ask again later.")
             return
         time.sleep(_LOOK_EVERY_S)
     yield from _judge(name, read_json(folder / FACTS), server)
 
 
 def _judge(name: str, facts: dict[str, Any], server: str) -> Iterator[Finding]:
-    where = f"{name}, node {facts['node']}"
-    room = f"{facts['processors']} processors, {facts['memory_bytes'] / 1e9:.0f} GB, {len(facts['gpus'])} GPUs"
-    sees = f"reaches {server} with the key" if server else "sees the home under its path"
-    yield Finding(where, "ok", f"runs jobs, and {sees}; {room}")
+    node = f"{name}, node {facts['node']}"
+    resources = f"{facts['processors']} processors, {facts['memory_bytes'] / 1e9:.0f} GB, {len(facts['gpus'])} GPUs"
+    reach = f"reaches {server} with the key" if server else "sees the home under its path"
+    yield Finding(node, "ok", f"runs jobs, and {reach}; {resources}")
     if facts["version"] != toprope.__version__:
         yield Finding(
-            where,
+            node,
             "broken",
             f"its Toprope is {facts['version']}, here is {toprope.__version__}",
             "Install the same version, or set the cluster's `python`.",
         )
     if facts["missing"]:
-        lacking = ", ".join(facts["missing"])
-        yield Finding(where, "broken", f"its interpreter lacks {lacking}", "Install toprope[train] there.")
+        missing_packages = ", ".join(facts["missing"])
+        yield Finding(node, "broken", f"its interpreter lacks {missing_packages}", "Install toprope[train] there.")
     if not facts["lock_carried"] and not server:
         yield Finding(
-            where,
+            node,
             "note",
             "locks do not reach it from here; runs are told apart by claims and signs of life, which takes 10 s longer",
         )
     if abs(facts["clock_ahead_s"]) > _SKEW_S:
         yield Finding(
-            where,
+            node,
             "warning",
             f"its clock differs by {facts['clock_ahead_s']:+.0f} s from that of the shared storage",
             "Synchronise the clocks; times of events are the node's.",
         )
     if facts["containment"] != "bubblewrap":
-        yield Finding(where, "note", f"guard without pid namespaces: {facts['containment_why']}")
+        yield Finding(node, "note", f"guard without pid namespaces: {facts['containment_why']}")
     if facts["parent"] in ("sh", "bash", "dash"):
         yield Finding(
-            where,
+            node,
             "broken",
             f"a shell ({facts['parent']}) stays above the keeper, so the loss of its engine would go unnoticed",
             "Remove what keeps `exec` from replacing it, such as a trap in `setup`.",

@@ -38,13 +38,13 @@ def limits(home: Home) -> Iterator[Finding]:
     """Try if environment.memory_mb and environment.network can be enforced here."""
     from toprope.sdk.wall import network_refusal
 
-    why = network_refusal("deny")
+    refusal = network_refusal("deny")
     memory = "in the kernel for a single process, and watched" if sys.platform.startswith("linux") else "watched only"
     yield Finding(
         "limits of environments",
-        "note" if why else "ok",
+        "note" if refusal else "ok",
         f"environment.memory_mb is enforced ({memory}); environment.network: deny "
-        + (f"is not: {why}. Runs that ask for it are refused." if why else "is, by a seccomp filter"),
+        + (f"is not: {refusal}. Runs that ask for it are refused." if refusal else "is, by a seccomp filter"),
     )
 
 
@@ -71,12 +71,12 @@ def walls(home: Home) -> Iterator[Finding]:
     if group is not None:
         group.remove()
     counted = "counted by a control group" if group is not None else "watched twice a second"
-    found = [lacks]
-    if why := namespaces_refusal():
-        found.append(f"shared memory of your other programs is within reach, and no /tmp of their own ({why})")
-    if why := network_refusal("own"):
-        found.append(f"environment.network: own is not there ({why})")
-    gaps = "; ".join(gap for gap in found if gap)
+    problems = [lacks]
+    if refusal := namespaces_refusal():
+        problems.append(f"shared memory of your other programs is within reach, and no /tmp of their own ({refusal})")
+    if refusal := network_refusal("own"):
+        problems.append(f"environment.network: own is not there ({refusal})")
+    gaps = "; ".join(gap for gap in problems if gap)
     yield Finding(
         "sandbox",
         "note" if gaps or trusted else "ok",
@@ -88,14 +88,14 @@ def containment(home: Home) -> Iterator[Finding]:
     """Describe how well this machine contains a run's processes, and what could escape."""
     from toprope.supervisor.keeper.containment import BUBBLEWRAP, choose_containment
 
-    wanted = home.settings().containment
+    setting = home.settings().containment
     try:
-        found = choose_containment(wanted)
+        choice = choose_containment(setting)
     except TopropeError as error:
         yield Finding("containment", "broken", error.message, error.hint)
         return
     outside = "Can escape: processes that an outside service starts for a component (cron, docker, systemd-run)"
-    if found.level == BUBBLEWRAP:
+    if choice.level == BUBBLEWRAP:
         yield Finding(
             "containment",
             "ok",
@@ -104,17 +104,17 @@ def containment(home: Home) -> Iterator[Finding]:
     elif sys.platform.startswith("linux") and _child_subreaper():
         yield Finding(
             "containment",
-            "ok" if wanted == "guard" else "note",
-            f"guard with subreaper, because {found.why}. Daemons of a component end with it. {outside}, a process "
+            "ok" if setting == "guard" else "note",
+            f"guard with subreaper, because {choice.why}. Daemons of a component end with it. {outside}, a process "
             "with another user's rights, one stuck in the kernel, and, if keeper and guard are killed at once, one "
             "that cleared its environment",
-            "" if wanted == "guard" else "With bwrap (Debian: apt install bubblewrap) the last cannot escape either.",
+            "" if setting == "guard" else "With bwrap (Debian: apt install bubblewrap) the last cannot escape either.",
         )
     else:
         yield Finding(
             "containment",
             "warning",
-            f"guard without subreaper, because {found.why}: a process that leaves its component's group "
+            f"guard without subreaper, because {choice.why}: a process that leaves its component's group "
             "(setsid) and outlives its parent is ended by the keeper at the end of the run; one that also cleared its "
             "environment escapes",
             "Use only environments that you trust; Linux would catch it.",
@@ -152,10 +152,12 @@ def runs(home: Home) -> Iterator[Finding]:
 
 def clients(home: Home) -> Iterator[Finding]:
     """The MCP clients on this machine, and if they know this installation."""
-    for client, known in KNOWN.items():
+    for client, client_info in KNOWN.items():
         path = configuration_file(client)
-        there = path.exists() or (shutil.which(known.program) is not None if known.program else path.parent.is_dir())
-        if not there:
+        present = path.exists() or (
+            shutil.which(client_info.program) is not None if client_info.program else path.parent.is_dir()
+        )
+        if not present:
             yield Finding(client, "note", "not found")
             continue
         try:
@@ -167,17 +169,17 @@ def clients(home: Home) -> Iterator[Finding]:
             yield Finding(client, "note", "found; it does not know Toprope", f"toprope install {client}")
             continue
         command = str(entry.get("command") or entry.get("cmd") or "")
-        arguments = [str(one) for one in entry.get("args") or []]
+        arguments = [str(argument) for argument in entry.get("args") or []]
         if entry.get("url") or [command, *arguments[: len(server_command()) - 1]] == server_command():
             yield Finding(client, "ok", f"knows this installation ({path})")
         elif command == "ssh":
             yield Finding(client, "ok", f"knows Toprope on another machine: {' '.join(arguments[-2:])}")
         else:
-            gone = command and not Path(command).exists() and not shutil.which(command)
+            is_gone = command and not Path(command).exists() and not shutil.which(command)
             yield Finding(
                 client,
                 "warning",
-                f"knows {'an installation that is gone' if gone else 'another installation'}: {command}",
+                f"knows {'an installation that is gone' if is_gone else 'another installation'}: {command}",
                 f"toprope install {client}",
             )
 
@@ -199,7 +201,11 @@ def main(as_json: bool, cluster: str | None = None) -> int:
             findings += every(home, [check])
     broken = sum(finding.level == "broken" for finding in findings)
     if as_json:
-        report = {"version": toprope.__version__, "broken": broken, "findings": [asdict(one) for one in findings]}
+        report = {
+            "version": toprope.__version__,
+            "broken": broken,
+            "findings": [asdict(finding) for finding in findings],
+        }
         print(json.dumps(report, indent=1, ensure_ascii=False))
         return 1 if broken else 0
     table = Table(title=f"Toprope {toprope.__version__}", title_justify="left", show_header=False, box=None)
@@ -225,7 +231,7 @@ def _child_subreaper() -> bool:
     program = f"import runpy; raise SystemExit(not runpy.run_path({guard.__file__!r})['become_subreaper']())"
     command = [sys.executable, "-I", "-S", "-c", program]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return done.returncode == 0
+    return process.returncode == 0

@@ -51,8 +51,8 @@ def main(home: Home | None = None) -> int:
     home = home or Home.locate()
     if newer := list(_newer(home)):
         typer.echo(f"A newer version of Toprope wrote {plural(len(newer), 'file')} here; nothing was changed.")
-        for path, why in newer[:_NAMED]:
-            typer.echo(f"  {path}: {why}")
+        for path, reason in newer[:_NAMED]:
+            typer.echo(f"  {path}: {reason}")
         typer.echo(f"Update Toprope (this is {toprope.__version__}), or set TOPROPE_HOME to another folder.")
         return 1
     if not home.path.exists() and not home.configuration.exists():
@@ -75,17 +75,17 @@ def main(home: Home | None = None) -> int:
 
 def _newer(home: Home) -> Iterator[tuple[Path, str]]:
     """Files that a newer version wrote, and which version they name."""
-    found = {path for pattern in _JSON for path in home.path.glob(pattern) if path.is_file()}
-    readers: list[tuple[Path, Callable[[Path], object]]] = [(path, _read_version) for path in sorted(found)]
+    records = {path for pattern in _JSON for path in home.path.glob(pattern) if path.is_file()}
+    readers: list[tuple[Path, Callable[[Path], object]]] = [(path, _read_version) for path in sorted(records)]
     for folder in _folders(home):
         readers.append((folder.events, lambda path: list(read_events(path))))
         readers.append((folder.metrics, read_history))
         readers.append((folder.path / "sweep.jsonl", lambda path: read_standing(RunFolder(path.parent))))
         for ordinal in ordinals(folder.journal)[-1:]:
             readers.append((segment_path(folder.journal, ordinal), lambda path: next(scan(path), None)))
-    for path, read in readers:
+    for path, read_record in readers:
         try:
-            read(path)
+            read_record(path)
         except TooNew as error:
             yield path, error.message
         except (TopropeError, OSError):
@@ -110,8 +110,8 @@ def _index_version(home: Home) -> int:
 
 
 def _folders(home: Home) -> list[RunFolder]:
-    found = sorted(home.runs.iterdir()) if home.runs.is_dir() else []
-    return [RunFolder(path) for path in found if path.is_dir() and RUN_ID.fullmatch(path.name)]
+    paths = sorted(home.runs.iterdir()) if home.runs.is_dir() else []
+    return [RunFolder(path) for path in paths if path.is_dir() and RUN_ID.fullmatch(path.name)]
 
 
 def _read_runs(home: Home) -> Iterator[TopropeError]:

@@ -27,11 +27,15 @@ def add(
     """
     from toprope.workbench.interpreters.engines import add_engine
 
-    wanted = wanted_packages(base, offline, find_links, extra_index_url)
+    packages = wanted_packages(base, offline, find_links, extra_index_url)
     with open_workshop() as workshop:
-        outcome = add_engine(workshop.home, name, python=python, wanted=wanted, progress=Progress().show)
-    made = outcome.made
-    size = "" if made is None else f" ({plural(len(made.pins), 'package')}, {made.bytes / 1e9:.1f} GB)"
+        outcome = add_engine(workshop.home, name, python=python, wanted=packages, progress=Progress().show)
+    interpreter = outcome.made
+    size = (
+        ""
+        if interpreter is None
+        else f" ({plural(len(interpreter.pins), 'package')}, {interpreter.bytes / 1e9:.1f} GB)"
+    )
     typer.echo(f"{name}: {outcome.added.python}{size}. Runs use it with inference.engine {name}.")
 
 

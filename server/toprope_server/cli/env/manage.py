@@ -69,7 +69,7 @@ def add(
 
     from toprope.workbench.interpreters.adding import Interpreters, Order
 
-    wanted = replace(wanted_packages(base, offline, find_links, extra_index_url), torch=torch)
+    packages = replace(wanted_packages(base, offline, find_links, extra_index_url), torch=torch)
     order = Order(
         what,
         name=name,
@@ -77,13 +77,13 @@ def add(
         speaks=speaks,
         requirements=tuple(requirement or []),
         isolated=isolated,
-        wanted=wanted,
+        wanted=packages,
     )
     with open_workshop() as workshop:
         outcome = Interpreters(workshop.home).add(order, Progress().show)
-        found = environments_of(workshop, outcome)
-        typer.echo(describe_outcome(outcome, found))
-        if usable := next((entry.name for entry in found if entry.usable), ""):
+        entries = environments_of(workshop, outcome)
+        typer.echo(describe_outcome(outcome, entries))
+        if usable := next((entry.name for entry in entries if entry.usable), ""):
             typer.echo(f"Next: toprope env try {usable}")
 
 
@@ -98,25 +98,29 @@ def list_environments(
         if everything:
             for entry in workshop.catalog.entries():
                 state = workshop.opened.state(entry, opened)
-                why = f": {clip(entry.problem, 120)}" if entry.status != "ready" else ""
-                said = f" [{state}{why}]" if state != "ready" else ""
-                typer.echo(f"{entry.name}{said}  {clip(entry.description, 100)}".rstrip())
+                reason = f": {clip(entry.problem, 120)}" if entry.status != "ready" else ""
+                note = f" [{state}{reason}]" if state != "ready" else ""
+                typer.echo(f"{entry.name}{note}  {clip(entry.description, 100)}".rstrip())
             return
         counts: dict[str, Counter[str]] = {}
         for entry in workshop.catalog.entries():
             counts.setdefault(entry.ecosystem, Counter())[workshop.opened.state(entry, opened)] += 1
         for ecosystem, states in sorted(counts.items()):
             typer.echo(f"{ecosystem}: {', '.join(f'{count} {state}' for state, count in states.items())}")
-        here = Interpreters(workshop.home)
-        added = here.registry.read()
+        interpreters = Interpreters(workshop.home)
+        added = interpreters.registry.read()
         if added:
             typer.echo("\nAdded:")
-        for one in added.values():
-            made = here.store.made(one.lock) if one.lock else None
-            facts = [one.kind, one.given if one.given != one.name else ""]
-            facts.append(f"{plural(len(made.pins), 'package')}, {made.bytes / 1e6:.0f} MB" if made is not None else "")
-            facts.append(one.python or "in Toprope's own interpreter")
-            typer.echo(f"{one.name}: {', '.join(fact for fact in facts if fact)}")
+        for addition in added.values():
+            interpreter = interpreters.store.made(addition.lock) if addition.lock else None
+            facts = [addition.kind, addition.given if addition.given != addition.name else ""]
+            facts.append(
+                f"{plural(len(interpreter.pins), 'package')}, {interpreter.bytes / 1e6:.0f} MB"
+                if interpreter is not None
+                else ""
+            )
+            facts.append(addition.python or "in Toprope's own interpreter")
+            typer.echo(f"{addition.name}: {', '.join(fact for fact in facts if fact)}")
 
 
 def remove(name: Annotated[str, typer.Argument(help="As 'toprope env list' shows it.")]) -> None:
@@ -124,10 +128,10 @@ def remove(name: Annotated[str, typer.Argument(help="As 'toprope env list' shows
     from toprope.workbench.interpreters.adding import Interpreters
 
     with open_workshop() as workshop:
-        here = Interpreters(workshop.home)
-        gone = here.remove(name)
-        kept = gone.lock is not None and here.store.made(gone.lock) is not None
-        typer.echo(f"Removed {gone.name}.{' Its interpreter stays while it is in use.' if kept else ''}")
+        interpreters = Interpreters(workshop.home)
+        addition = interpreters.remove(name)
+        in_use = addition.lock is not None and interpreters.store.made(addition.lock) is not None
+        typer.echo(f"Removed {addition.name}.{' Its interpreter stays while it is in use.' if in_use else ''}")
 
 
 def wanted_packages(

@@ -78,7 +78,7 @@ async def _sample(
     from toprope.workbench.catalog.describe import failed, require_usable
     from toprope.workbench.drafts import default_section
 
-    entry = _find(workshop, name)
+    entry = _find_entry(workshop, name)
     require_usable(entry)
     section = default_section(workshop.home, entry.name, workshop.home.locks())
     options = options_of(workshop, section, knobs=knobs)
@@ -91,11 +91,11 @@ async def _sample(
             typer.echo(_cut(f"{card.name}: {card.description}"))
             async with _sampler(workshop, link, card, options, model, max_tokens) as make:
                 for index in range(count):
-                    made = await make(split, index)
-                    if made is None:
+                    group = await make(split, index)
+                    if group is None:
                         typer.echo(f"This split has only {index} task{'' if index == 1 else 's'}.")
                         break
-                    bad += _show(made, index, card)
+                    bad += _show(group, index, card)
                     output.show()
     except WorkerFailure as failure:
         if not opened and not knobs:
@@ -174,11 +174,11 @@ async def _sampler(
         return
     settings, presets = workshop.settings(), workshop.home.preset_folders
     if model in known_models(settings, presets):
-        chosen = resolve_models([model], settings, presets)
-        require_keys(chosen, settings, workshop.home.settings_file)
-        endpoint = chosen[0].endpoint
+        models = resolve_models([model], settings, presets)
+        require_keys(models, settings, workshop.home.settings_file)
+        endpoint = models[0].endpoint
         assert endpoint is not None  # a known model has one
-        client = EndpointClient(endpoint, keys_for(chosen, settings).get(endpoint.key or ""), None)
+        client = EndpointClient(endpoint, keys_for(models, settings).get(endpoint.key or ""), None)
         try:
             yield await sampled_by(client)
         finally:
@@ -199,9 +199,9 @@ async def _solved(link: EnvironmentWorker, split: str, index: int, limit_s: floa
     from toprope.records.journal.groups import Outcome
     from toprope.training.rollouts.sampled_group import SampledGroup, excerpt
 
-    began = await link.begin(split, index, 1, timeout=limit_s)
-    [handle], messages = began.rollouts, list(began.messages)
-    first, said = len(messages), ""
+    task = await link.begin(split, index, 1, timeout=limit_s)
+    [handle], messages = task.rollouts, list(task.messages)
+    prompt_length, answer_text = len(messages), ""
     outcome: Outcome | None = None
     while outcome is None:
         answer = await link.solve(handle, timeout=limit_s)
@@ -209,16 +209,16 @@ async def _solved(link: EnvironmentWorker, split: str, index: int, limit_s: floa
             await link.discard([handle], timeout=limit_s)
             outcome = Outcome(0.0, error="the task has no reference and the environment no solve()")
             break
-        said = answer
-        [moved] = await link.advance([[handle, said, False]], timeout=limit_s)
-        messages += [{"role": "assistant", "content": said}, *moved.messages]
+        answer_text = answer
+        [moved] = await link.advance([[handle, answer_text, False]], timeout=limit_s)
+        messages += [{"role": "assistant", "content": answer_text}, *moved.messages]
         if moved.done:
             outcome = moved.outcome or (await link.settle([handle], timeout=limit_s))[0]
-    talk = excerpt(messages[first:]) if len(messages) > first else ""
-    return SampledGroup(began.task_id, messages[:first], [said], [outcome], [[]], 0.0, [talk])
+    talk = excerpt(messages[prompt_length:]) if len(messages) > prompt_length else ""
+    return SampledGroup(task.task_id, messages[:prompt_length], [answer_text], [outcome], [[]], 0.0, [talk])
 
 
-def _find(workshop: Workshop, name: str) -> Entry:
+def _find_entry(workshop: Workshop, name: str) -> Entry:
     """The environment of that name or in that file.
 
     Raises:
@@ -242,16 +242,16 @@ def _find(workshop: Workshop, name: str) -> Entry:
     return entries[0]
 
 
-def _show(made: SampledGroup, index: int, card: Card) -> int:
+def _show(group: SampledGroup, index: int, card: Card) -> int:
     from toprope.text_format import number
 
-    [outcome] = made.outcomes
-    typer.echo(f"\n--- task {index} ({made.task_id})")
-    for message in made.messages:
+    [outcome] = group.outcomes
+    typer.echo(f"\n--- task {index} ({group.task_id})")
+    for message in group.messages:
         typer.echo(f"{message['role']}: {_cut(str(message.get('content', '')))}")
-    typer.echo("answer:" if len(made.transcripts) and "\n" in made.transcripts[0] else "answer: ", nl=False)
-    said = made.transcripts[0] if made.transcripts else made.texts[0]
-    typer.echo(f"\n{_cut(said)}" if "\n" in said else _cut(said))
+    typer.echo("answer:" if len(group.transcripts) and "\n" in group.transcripts[0] else "answer: ", nl=False)
+    text = group.transcripts[0] if group.transcripts else group.texts[0]
+    typer.echo(f"\n{_cut(text)}" if "\n" in text else _cut(text))
     parts = ", ".join(f"{name} {number(value)}" for name, value in outcome.parts.items())
     facts = [f"success {'yes' if outcome.success else 'no'}", f"{outcome.turns} turns" if outcome.turns > 1 else ""]
     facts.append("cut at the maximum length" if outcome.truncated else "")
@@ -264,14 +264,14 @@ def _show(made: SampledGroup, index: int, card: Card) -> int:
     return bool(outcome.error)
 
 
-def _knobs(given: list[str]) -> dict[str, Any]:
+def _knobs(texts: list[str]) -> dict[str, Any]:
     import yaml
 
     values = {}
-    for one in given:
-        name, found, value = one.partition("=")
-        if not found:
-            raise typer.BadParameter(f"--knob {one}: write NAME=VALUE.")
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign:
+            raise typer.BadParameter(f"--knob {text}: write NAME=VALUE.")
         values[name.strip()] = yaml.safe_load(value)
     return values
 
@@ -334,10 +334,10 @@ def check(
 
     try:
         workshop = Workshop.open()
-        given = _knobs(knob or [])
+        knobs = _knobs(knob or [])
         answer = anyio.run(
             lambda: check_environment(
-                workshop, name=name, knobs=given, full=full, seconds=seconds, caller=Caller(client=None)
+                workshop, name=name, knobs=knobs, full=full, seconds=seconds, caller=Caller(client=None)
             )
         )
     except TopropeError as error:

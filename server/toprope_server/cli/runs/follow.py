@@ -50,33 +50,33 @@ class LogTail:
             Corrupt: The log cannot be read.
         """
         data = self._rest + self._read()
-        *whole, self._rest = data.split(b"\n")
+        *complete_lines, self._rest = data.split(b"\n")
         if last and self._rest:
-            whole.append(self._rest)
+            complete_lines.append(self._rest)
             self._rest = b""
-        return [clean_line(line.decode(errors="replace"), self._secrets) for line in whole]
+        return [clean_line(line.decode(errors="replace"), self._secrets) for line in complete_lines]
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
     def _read(self) -> bytes:
-        found = b""
+        data = b""
         while True:
             if self._file is None:
                 try:
                     self._file = open_record(self._path)
                 except FileNotFoundError:
-                    return found
+                    return data
                 self._file.seek(self._start)
                 self._start = 0
             while chunk := self._file.read(_CHUNK):
-                found += chunk
+                data += chunk
             if not self._rotated():
-                return found
+                return data
             # Read the rest that was written between the last read and the rotation.
             while chunk := self._file.read(_CHUNK):
-                found += chunk
+                data += chunk
             self._file.close()
             self._file = None
 
@@ -102,27 +102,27 @@ def show_logs(workshop: Workshop, run_id: str, component: str | None, lines: int
     folder = workshop.runs.folder(run_id)
     if component is not None and not (follow and component in components_of(folder)):
         require_log(folder, component)
-    shown = components_of(folder) if component is None else (component,)
+    components = components_of(folder) if component is None else (component,)
     tails, secrets = {}, owners_secrets(workshop)
-    for name in shown:
+    for name in components:
         page = read_page(folder.log(name), lines=lines, secrets=secrets)
         for line in page.lines:
             _print(name if component is None else None, line)
         tails[name] = LogTail(folder.log(name), page.size, secrets)
     if follow:
-        _follow(workshop, run_id, tails, named=component is None)
-    elif not any(folder.log(name).is_file() for name in shown):
+        _follow(workshop, run_id, tails, with_names=component is None)
+    elif not any(folder.log(name).is_file() for name in components):
         print(f"{run_id} has no logs yet.", file=sys.stderr)
 
 
-def _follow(workshop: Workshop, run_id: str, tails: dict[str, LogTail], *, named: bool) -> None:
+def _follow(workshop: Workshop, run_id: str, tails: dict[str, LogTail], *, with_names: bool) -> None:
     try:
         while True:
             status = workshop.runs.status(run_id)  # read before the logs, so that their last lines are not missed
             over = status.is_over
             for name, tail in tails.items():
                 for line in tail.lines(last=over):
-                    _print(name if named else None, line)
+                    _print(name if with_names else None, line)
             if over:
                 return
             time.sleep(_CHECK_EVERY_S)

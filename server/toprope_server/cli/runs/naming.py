@@ -28,14 +28,16 @@ def find_run(workshop: Workshop, given: str) -> str:
     Raises:
         InvalidValue: Several runs are meant.
     """
-    runs, known = workshop.home.runs, _known(workshop.home)
-    if not given or given in known or members(runs, given):
+    runs, run_ids = workshop.home.runs, _run_ids(workshop.home)
+    if not given or given in run_ids or members(runs, given):
         return given
-    found = [name for name in known if name.startswith(given)] or [name for name in known if name.endswith(f"-{given}")]
-    if len(found) > 1:
-        shown = ", ".join(found[-_SHOWN:][::-1])
-        raise InvalidValue(f"{given} is the beginning of {len(found)} runs.", hint=f"The latest: {shown}.")
-    return found[0] if found else given
+    matches = [name for name in run_ids if name.startswith(given)] or [
+        name for name in run_ids if name.endswith(f"-{given}")
+    ]
+    if len(matches) > 1:
+        latest = ", ".join(matches[-_SHOWN:][::-1])
+        raise InvalidValue(f"{given} is the beginning of {len(matches)} runs.", hint=f"The latest: {latest}.")
+    return matches[0] if matches else given
 
 
 def find_checkpoint(workshop: Workshop, given: str) -> str:
@@ -47,7 +49,7 @@ def find_checkpoint(workshop: Workshop, given: str) -> str:
 def complete_run(incomplete: str) -> list[str]:
     """The runs for the shell's completion."""
     try:
-        return [name for name in _known(Home.locate()) if name.startswith(incomplete)]
+        return [name for name in _run_ids(Home.locate()) if name.startswith(incomplete)]
     except TopropeError:
         return []
 
@@ -70,7 +72,7 @@ def complete_environment(incomplete: str) -> list[str]:
     return [entry.name for entry in entries if entry.name.startswith(incomplete)]
 
 
-def _known(home: Home) -> list[str]:
+def _run_ids(home: Home) -> list[str]:
     try:
         return sorted(name for name in os.listdir(home.runs) if RUN_ID.fullmatch(name))
     except OSError:

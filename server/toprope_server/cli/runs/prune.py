@@ -87,62 +87,62 @@ def old_runs(workshop: Workshop, *, older_than_s: float, keep: int | None) -> li
         older_than_s: Least seconds since their end.
         keep: Number of newest runs to keep, including live ones.
     """
-    now, found, statuses = time.time(), [], workshop.statuses()
+    now, deletable, statuses = time.time(), [], workshop.statuses()
     needed = _policies_in_use(workshop, [status.run_id for status in statuses if not status.ended])
-    kept = {status.run_id for status in statuses[: keep or 0]}
+    newest = {status.run_id for status in statuses[: keep or 0]}
     for status in statuses[keep or 0 :]:
         folder = RunFolder(workshop.home.runs / status.run_id)
         if any(policy.is_relative_to(folder.path.resolve()) for policy in needed):
             continue
-        if (sweep := sweep_of(status.run_id)) is not None and sweep[0] in kept:
+        if (sweep := sweep_of(status.run_id)) is not None and sweep[0] in newest:
             continue  # the sweep's results name its runs
         if not status.ended or status.ended_at is None or now - status.ended_at < older_than_s or is_held(folder.lock):
             continue
-        why = f"{status.state} {ago(status.ended_at, now)}, {status.kind} {status.environment}".rstrip()
-        found.append(Leftover(folder.path, why, size(folder.path)))
-    return found[::-1]
+        reason = f"{status.state} {ago(status.ended_at, now)}, {status.kind} {status.environment}".rstrip()
+        deletable.append(Leftover(folder.path, reason, size(folder.path)))
+    return deletable[::-1]
 
 
 def _policies_in_use(workshop: Workshop, run_ids: list[str]) -> list[Path]:
     """Folders of policies that live runs started from (one may be an older run's checkpoint), and of the runs that a
     live sweep measures its candidates with."""
-    found = []
+    folders = []
     for run_id in run_ids:
-        found += [(workshop.home.runs / member).resolve() for member in members_in(workshop.home.runs, run_id)]
+        folders += [(workshop.home.runs / member).resolve() for member in members_in(workshop.home.runs, run_id)]
         try:
             specification = Specification.read(workshop.runs.folder(run_id))
         except (NotFound, Corrupt):
             continue
         if os.path.isabs(policy := specification.config.policy.model):
-            found.append(Path(policy).resolve())
+            folders.append(Path(policy).resolve())
         if specification.continued_run:
-            found.append((workshop.home.runs / specification.continued_run).resolve())
-    return found
+            folders.append((workshop.home.runs / specification.continued_run).resolve())
+    return folders
 
 
 def old_exports(workshop: Workshop, older_than_s: float) -> list[Leftover]:
     """Exports that nobody wrote to for so many seconds; not those that are being made."""
-    now, found = time.time(), []
+    now, exports = time.time(), []
     for path in _entries(workshop.home.exports):
-        changed = max((_changed(one) for one in [path, *_below(path)]), default=now)
+        changed = max((_changed(entry) for entry in [path, *_below(path)]), default=now)
         if not path.name.startswith(".") and now - changed >= max(older_than_s, _SETTLED_S):
-            found.append(Leftover(path, f"an export, made {ago(changed, now)}", size(path)))
-    return found
+            exports.append(Leftover(path, f"an export, made {ago(changed, now)}", size(path)))
+    return exports
 
 
 def leftovers(workshop: Workshop) -> list[Leftover]:
     """Leftovers of crashes in the home folder, and embedded policies that this version does not use."""
-    home, now, found = workshop.home, time.time(), []
+    home, now, deletable = workshop.home, time.time(), []
     for path in _entries(home.runs):
         if path.name.startswith(_GONE):
-            found.append(Leftover(path, "a run whose deletion was interrupted", size(path)))
+            deletable.append(Leftover(path, "a run whose deletion was interrupted", size(path)))
     for folder in (home.path, home.policies):
         for path in _entries(folder):
             if path.name.startswith(_TEMPORARY) and now - _changed(path) > _SETTLED_S:
-                found.append(Leftover(path, "temporary, left by a process that has ended", size(path)))
+                deletable.append(Leftover(path, "temporary, left by a process that has ended", size(path)))
     with suppress(TopropeError):  # without a readable list of environments, all interpreters may be in use
         for path in Interpreters(home).unused():
-            found.append(Leftover(path, "an interpreter that no environment and no live run needs", size(path)))
+            deletable.append(Leftover(path, "an interpreter that no environment and no live run needs", size(path)))
     live = any(not status.ended for status in workshop.statuses())
     if not live:
         from toprope.settings.schema import EMBEDDED
@@ -151,8 +151,8 @@ def leftovers(workshop: Workshop) -> list[Leftover]:
         current = {embedded_folder(home.policies, name).name for name in EMBEDDED}
         for path in _entries(home.policies):
             if path.name.startswith("embedded-") and path.name.removesuffix(".lock") not in current:
-                found.append(Leftover(path, "an embedded policy that this version does not use", size(path)))
-    return found
+                deletable.append(Leftover(path, "an embedded policy that this version does not use", size(path)))
+    return deletable
 
 
 def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete: bool) -> int:
@@ -165,22 +165,24 @@ def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete
     runs = old_runs(workshop, older_than_s=age_seconds(age), keep=keep)
     # The number of runs to keep says nothing about exports.
     exports_s = age_seconds(older_than or DEFAULT_AGE)
-    rest = [*old_exports(workshop, exports_s), *leftovers(workshop)]
-    if not runs and not rest:
+    other_leftovers = [*old_exports(workshop, exports_s), *leftovers(workshop)]
+    if not runs and not other_leftovers:
         spared = f" and were not among the newest {keep}" if keep is not None else ""
         typer.echo(f"There is nothing to delete: no run ended more than {age} ago{spared}, and nothing is left over.")
         return 0
-    freed, failed, gone = 0, 0, []
-    for one in [*runs, *rest]:
-        problem = _delete(workshop, one) if delete else ""
-        typer.echo(f"{decimal(one.bytes):>9}  {one.path.name}: {problem or one.why}")
+    freed, failed, deleted_ids = 0, 0, []
+    for leftover in [*runs, *other_leftovers]:
+        problem = _delete(workshop, leftover) if delete else ""
+        typer.echo(f"{decimal(leftover.bytes):>9}  {leftover.path.name}: {problem or leftover.why}")
         failed += bool(problem)
-        if delete and not problem and one in runs:
-            gone.append(one.path.name)
-        freed += 0 if problem else one.bytes
+        if delete and not problem and leftover in runs:
+            deleted_ids.append(leftover.path.name)
+        freed += 0 if problem else leftover.bytes
     with suppress(TopropeError):  # a broken index must not prevent freeing space
-        forget_stamps(workshop.index, gone)
-    count = f"{len(runs)} run{'' if len(runs) == 1 else 's'}" + (f" and {len(rest)} leftovers" if rest else "")
+        forget_stamps(workshop.index, deleted_ids)
+    count = f"{len(runs)} run{'' if len(runs) == 1 else 's'}" + (
+        f" and {len(other_leftovers)} leftovers" if other_leftovers else ""
+    )
     if delete:
         typer.echo(f"Deleted: {count}, {decimal(freed)}{f'; {failed} could not be deleted' if failed else ''}.")
     else:
@@ -188,10 +190,10 @@ def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete
     return 1 if failed else 0
 
 
-def _delete(workshop: Workshop, one: Leftover) -> str:
+def _delete(workshop: Workshop, leftover: Leftover) -> str:
     """Delete something; return why it could not be deleted, or an empty text."""
     lock = None
-    path = one.path
+    path = leftover.path
     try:
         if path.parent == workshop.home.runs and not path.name.startswith(_GONE):
             lock = RunLock.acquire(path / "keeper.lock", wait_s=0.5)

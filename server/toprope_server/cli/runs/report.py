@@ -52,16 +52,16 @@ def write_report(
     ledger = ledger_of(workshop)
     experiments = [refreshed(workshop, entry) for entry in ledger.entries()]
     if run_id is not None:
-        told = _told(workshop, run_id)
+        run_records = _read_records(workshop, run_id)
         show("Drawing ...")
-        blocks, title = compose_run_report(told, experiments), run_id
+        blocks, title = compose_run_report(run_records, experiments), run_id
     else:
         statuses = workshop.statuses()
         runs = []
         for place, status in enumerate(statuses[:_MOST_RUNS], 1):
             show(f"Reading run {place} of {min(len(statuses), _MOST_RUNS)} ...")
-            if (one := _readable(workshop, status.run_id)) is not None:
-                runs.append(one)
+            if (other_records := _readable(workshop, status.run_id)) is not None:
+                runs.append(other_records)
         show("Drawing ...")
         blocks, title = (
             compose_overview(runs, experiments, ledger.goals(), len(statuses)),
@@ -87,12 +87,12 @@ def write_report(
 def _readable(workshop: Workshop, run_id: str) -> RunRecords | None:
     """A run; None if its records are unreadable, which a report of that run alone says."""
     try:
-        return _told(workshop, run_id)
+        return _read_records(workshop, run_id)
     except (NotFound, Corrupt):
         return None
 
 
-def _told(workshop: Workshop, run_id: str) -> RunRecords:
+def _read_records(workshop: Workshop, run_id: str) -> RunRecords:
     folder = workshop.runs.folder(run_id)
     status, specification = workshop.runs.status(run_id), Specification.read(folder)
     repeated = compared_with_original(workshop, specification)

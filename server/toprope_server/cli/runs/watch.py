@@ -163,12 +163,12 @@ def _panel(run: _Watched) -> RenderableType:
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Means of reward and success over rows, with the number of rows as `steps`; empty if that smooths nothing."""
-    found = {}
+    means = {}
     for key in ("reward", "success"):
         values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
         if len(values) > 1:
-            found[key] = sum(values) / len(values)
-    return found | {"steps": float(len(rows))} if found else {}
+            means[key] = sum(values) / len(values)
+    return means | {"steps": float(len(rows))} if means else {}
 
 
 def _smoothed(means: Mapping[str, float]) -> str:
@@ -234,10 +234,10 @@ def _event_text(event: Event) -> str:
 def _end(status: Status) -> str:
     if status.failure is not None:
         failure = status.failure
-        said = clip(f"{failure.reason} {failure.hint}", 400)
-        return f"{status.state}: {failure.component}: {in_commands(said, status.run_id)}"
-    found = headline(status)
-    reached = "" if found is None else f", {found}"
+        text = clip(f"{failure.reason} {failure.hint}", 400)
+        return f"{status.state}: {failure.component}: {in_commands(text, status.run_id)}"
+    accuracy = headline(status)
+    reached = "" if accuracy is None else f", {accuracy}"
     took = f" after {duration((status.ended_at or 0) - status.created_at)}" if status.ended_at else ""
     return f"{status.state}{took}{reached}{f' ({clip(status.reason, 200)})' if status.reason else ''}"
 
