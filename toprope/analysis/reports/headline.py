@@ -75,7 +75,7 @@ def headline(status: Status) -> Headline | None:
 
 
 def measured_share(summary: Mapping[str, Any], name: str = "accuracy") -> Proportion | None:
-    """Return the accuracy in an evaluation's summary with its interval; None if there is none, or no count of tasks."""
+    """Return an evaluation's accuracy with its interval; None without an accuracy or a count of tasks."""
     share, tasks = summary.get(name), summary.get("tasks")
     if not isinstance(share, int | float) or not isinstance(tasks, int) or tasks < 1 or not 0 <= share <= 1:
         return None

@@ -294,7 +294,7 @@ class FileJournal:
         return passed
 
     def widen(self) -> bool:
-        """Read skipped segments too; return whether there were any."""
+        """Read skipped segments too; return True if there were any."""
         first_ordinal = next(iter(self._last_of), None)
         self._open(0)
         return first_ordinal != next(iter(self._last_of), None)

@@ -67,7 +67,7 @@ _LACKS = re.compile(
     r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
 )
 _PLAIN_MODULES = frozenset("common config core data helpers lib main models scripts src tests utils".split())
-"""Names of modules that are no package's: who installs what an index has under them runs code of strangers."""
+"""Modules of an author's own project; packages of these names on an index are of strangers."""
 
 
 @dataclass(frozen=True)

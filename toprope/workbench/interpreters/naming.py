@@ -336,7 +336,7 @@ def _adapters_declaring(path: Path, adapters: Sequence[Adapter]) -> list[tuple[A
 
 
 def pyproject_of(folder: Path) -> dict[str, Any]:
-    """Return what a folder's pyproject.toml says; nothing if there is none or it is broken."""
+    """Parse a folder's pyproject.toml; empty if the file is missing or broken."""
     try:
         return tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
     except (OSError, ValueError):

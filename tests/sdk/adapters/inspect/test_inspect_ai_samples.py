@@ -176,7 +176,7 @@ def said(text: str) -> Thing:
 
 
 limited: list[bool] = [True]
-"""Marks whether turns count, at first and at each answer."""
+"""Marks if turns count, at first and at each answer."""
 
 
 @contextmanager
