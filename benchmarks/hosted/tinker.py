@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -276,9 +277,11 @@ async def _run(home: Path, url: str, model: Path, steps: int, console: Console) 
         folder = RunFolder.open(home / "runs", run_id)
         while await _step_of(folder) < steps * 5 // 12:
             pass
-        shown.extend(" ".join(one.cmdline()) for one in _crew_of(folder))
+        shown.extend(" ".join(words) for _, words in _crew_of(folder))
         for one in _trainers(folder):
-            one.send_signal(signal.SIGKILL)
+            # A trainer's death ends its other process, at times before its turn.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGKILL)
         checkpoint = folder.newest_checkpoint()
         assert checkpoint is not None
         return int(checkpoint.name.rpartition("-")[2]), {row["step"]: row for row in read_rows(folder.metrics)}
@@ -407,17 +410,19 @@ def _has_adapters(archive: Path) -> bool:
 
 
 def _trainers(folder: RunFolder) -> list[psutil.Process]:
-    return [one for one in _crew_of(folder) if "toprope.training.trainer" in one.cmdline()]
+    return [one for one, words in _crew_of(folder) if "toprope.training.trainer" in words]
 
 
-def _crew_of(folder: RunFolder) -> list[psutil.Process]:
+def _crew_of(folder: RunFolder) -> list[tuple[psutil.Process, list[str]]]:
+    """Return the processes that name a run's folder, each with its words."""
     found = []
     for one in psutil.process_iter():
         try:
-            if any(str(folder.path) in word for word in one.cmdline()):
-                found.append(one)
+            words = one.cmdline()
         except psutil.Error:
             continue
+        if any(str(folder.path) in word for word in words):
+            found.append((one, words))
     return found
 
 
