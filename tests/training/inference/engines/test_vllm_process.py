@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.training_api_server import until
@@ -97,3 +100,29 @@ def test_last_words_of_a_server_are_the_cause_of_its_end(tmp_path: Path, printed
         assert server.last_words() == expected
     finally:
         server.end()
+
+
+def test_processes_of_a_killed_server_end_and_their_shared_memory_is_deleted(tmp_path: Path) -> None:
+    serve = (
+        "import multiprocessing.shared_memory, pathlib, subprocess, sys, time\n"
+        "if sys.argv[1] != 'worker':\n"
+        f"    subprocess.Popen([sys.executable, __file__, 'worker'], stdout=open('{tmp_path}/worker', 'w'))\n"
+        "else:\n"
+        "    print(multiprocessing.shared_memory.SharedMemory(create=True, size=8).name, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\n{serve}")
+    program.chmod(0o700)
+    server = VllmProcess.start(VllmSettings(str(program), tmp_path, "float32", "cpu", 64), tmp_path)
+    try:
+        until(lambda: (tmp_path / "worker").is_file() and (tmp_path / "worker").read_text().endswith("\n"))
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(family) == 2, "a worker, and the tracker of its shared memory"
+        server.process.kill()
+        until(lambda: server.ended)
+    finally:
+        server.end()
+    assert psutil.wait_procs(family, timeout=5)[1] == []
+    with pytest.raises(FileNotFoundError):
+        SharedMemory((tmp_path / "worker").read_text().strip())

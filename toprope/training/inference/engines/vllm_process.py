@@ -34,7 +34,7 @@ MOST_ROWS = 256
 """Answers that a server samples at once."""
 MODEL = "policy"
 """Name of the served model."""
-_END_S = 10.0
+_END_S, _TRACKER_S = 10.0, 5.0
 _PREFIX, _LONGEST_PLACE = "toprope-vllm-", 40
 _CHUNK, _SAID = 64_000, 1200
 _LOGGED = re.compile(r"(\([\w.-]+ pid=\d+\) *)?([A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?(\[rank\d+\]: ?)?")
@@ -177,6 +177,7 @@ class VllmProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                process_group=0,
             )
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -229,11 +230,7 @@ class VllmProcess:
         return "\n".join(clip(line, _SAID // len(shown)) for line in shown)
 
     def end(self) -> None:
-        """End the server with all its processes, and delete its folder."""
-        try:
-            family = [*psutil.Process(self.process.pid).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            family = []
+        """End the server with all its processes, also those of one that was killed, and delete its folder."""
         if not self.ended:
             self.process.terminate()
             try:
@@ -241,15 +238,26 @@ class VllmProcess:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        for process in family:
-            if process.is_running():
-                try:
+        # Its trackers ignore SIGTERM, and delete shared memory once the processes that used it have ended.
+        for trackers in (False, True):
+            for process in self._remaining(trackers):
+                with suppress(psutil.NoSuchProcess):
                     process.kill()
-                except psutil.NoSuchProcess:
-                    pass
+            psutil.wait_procs(self._remaining(trackers=True), timeout=_TRACKER_S)
         self._relay.join(_END_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
+
+    def _remaining(self, trackers: bool) -> list[psutil.Process]:
+        """What is left in the server's process group: its trackers of shared memory, or all others."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                # The session tells it from a later group of an equal number.
+                if os.getpgid(process.pid) == self.process.pid and os.getsid(process.pid) == os.getsid(0):
+                    if any("resource_tracker" in word for word in process.cmdline()) == trackers:
+                        found.append(process)
+        return found
 
 
 def _short_folder() -> tuple[Path, int]:
