@@ -21,8 +21,8 @@ from typing import Any
 
 __all__ = [
     *("DeclaredKnob", "EARLIER", "Found", "NAME", "TRAINING_PACKAGES", "assignments", "discover_file"),
-    *("environment_files", "first_line", "imports_in", "literal", "name_of", "script_requirements", "searched"),
-    "subfolders",
+    *("environment_files", "first_line", "imports_in", "literal", "name_of", "script_python", "script_requirements"),
+    *("searched", "subfolders"),
 ]
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -298,14 +298,7 @@ def script_requirements(source: str) -> list[str]:
         source: The script. TRL itself is replaced by `datasets`, unless the script imports a submodule of it or a
             package that TRL brings, such as torch; then TRL is kept with the extras that are not for training.
     """
-    metadata = _METADATA.search(source)
-    if metadata is None:
-        return []
-    lines = (line[2:] if line.startswith("# ") else line[1:] for line in metadata["block"].splitlines())
-    try:
-        dependencies = tomllib.loads("\n".join(lines)).get("dependencies") or []
-    except tomllib.TOMLDecodeError:
-        return []
+    dependencies = _script_metadata(source).get("dependencies")
     requirements: list[str] = []
     for requirement in dependencies if isinstance(dependencies, list) else []:
         root = re.split(r"[^A-Za-z0-9_.-]", str(requirement).strip(), maxsplit=1)[0].replace("-", "_").lower()
@@ -315,6 +308,24 @@ def script_requirements(source: str) -> list[str]:
         elif root and root not in TRAINING_PACKAGES:
             requirements.append(str(requirement).strip())
     return list(dict.fromkeys(requirements))
+
+
+def script_python(source: str) -> str:
+    """`requires-python` of a script's metadata (PEP 723); empty without one."""
+    required = _script_metadata(source).get("requires-python")
+    return required if isinstance(required, str) else ""
+
+
+def _script_metadata(source: str) -> dict[str, Any]:
+    """Return a script's metadata; empty if there is none or it has errors."""
+    metadata = _METADATA.search(source)
+    if metadata is None:
+        return {}
+    lines = (line[2:] if line.startswith("# ") else line[1:] for line in metadata["block"].splitlines())
+    try:
+        return tomllib.loads("\n".join(lines))
+    except tomllib.TOMLDecodeError:
+        return {}
 
 
 def _without_training(requirement: str) -> str:

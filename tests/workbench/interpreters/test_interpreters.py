@@ -29,7 +29,7 @@ from toprope.settings.owner import Home
 from toprope.settings.schema import Config
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.catalog.catalog import Catalog
-from toprope.workbench.interpreters import installing
+from toprope.workbench.interpreters import left_out as copying
 from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of
 from toprope.workbench.interpreters.naming import run_from_folder, target_of
@@ -150,7 +150,7 @@ def files_in(site: Path) -> list[str]:
 
 def test_only_a_project_s_own_files_reach_its_packages(left_out: tuple[Path, Path]) -> None:
     project, site = left_out
-    installing._complete(project, site)
+    copying.copy_left_out(project, site)
     assert files_in(site) == ["pkg", "pkg/__init__.py", "pkg/data.json"]
 
 
@@ -168,12 +168,12 @@ def test_single_module_gets_what_it_names_beside_it(
     for unread in ("data/helper.py", ".venv/helper.py", "build/helper.py"):
         (project / unread).parent.mkdir()
         (project / unread).write_text("'unnamed.json'" if unread[0] != "d" else "1" * 2000)
-    monkeypatch.setattr(installing, "_MOST_COPIED", 1000)
+    monkeypatch.setattr(copying, "_MOST_COPIED", 1000)
     for folder in (project, site):
         (folder / "game.py").write_text(game + "for name in 'data', '.venv', 'build', '.env': here / name\n")
     (site / "pkg" / "__init__.py").unlink()
     (site / "pkg-1.dist-info" / "RECORD").write_text("game.py,,\n")
-    installing._complete(project, site)
+    copying.copy_left_out(project, site)
     assert files_in(site) == ["game.py", "helper.py", "levels", "levels/one.txt", "pkg", "puzzles.json"]
     says = [sys.executable, "-S", "-c", "import game; print(game.text)"]
     assert subprocess.run(says, cwd=site, capture_output=True, text=True, timeout=60).stdout == "11\n"
@@ -183,15 +183,15 @@ def test_source_folder_that_leads_out_of_a_project_is_not_copied(left_out: tuple
     project, site = left_out
     (project / "pkg").rename(project.parent / "pkg")
     (project / "src").symlink_to(project.parent, target_is_directory=True)
-    installing._complete(project, site)
+    copying.copy_left_out(project, site)
     assert files_in(site) == ["pkg", "pkg/__init__.py"]
 
 
 def test_more_than_may_be_copied_is_refused(left_out: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     project, site = left_out
-    monkeypatch.setattr(installing, "_MOST_COPIED", 4)
+    monkeypatch.setattr(copying, "_MOST_COPIED", 4)
     with pytest.raises(EnvironmentFailed, match="leaves out .* Nothing was kept"):
-        installing._complete(project, site)
+        copying.copy_left_out(project, site)
     assert files_in(site) == ["pkg", "pkg/__init__.py"]
 
 

@@ -49,10 +49,10 @@ def test_uv_is_installed_for_a_project_whose_overrides_pip_cannot_take(
     class Recorded(Commands):
         there = True
 
-        def run(self, command: Sequence[str], folder: Path) -> tuple[int, list[str]]:
+        def run(self, command: Sequence[str], folder: Path, until: str = "") -> tuple[int, list[str]]:
             asked.append([*command])
             if "--dry-run" in command:
-                return 1, ["ResolutionImpossible"]
+                return 1, ["ERROR: No matching distribution found for sockets"]
             if command[-1].startswith("uv"):
                 program = tmp_path / "uv" / "bin" / "uv"
                 program.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from toprope.settings.owner import Home
 from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.interpreters.adding import Interpreters, Order
-from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, satisfied
+from toprope.workbench.interpreters.installing import Wanted, satisfied
 from toprope.workbench.interpreters.naming import (
     Target,
     ecosystem_requirements,
@@ -27,8 +26,6 @@ from toprope.workbench.interpreters.naming import (
     target_of,
     without_build,
 )
-from toprope.workbench.interpreters.pythons import better_python, newer_python
-from toprope.workbench.interpreters.words import failure
 
 
 def test_folders_and_clones_are_listed_with_their_interpreter(home: Home, quick: None, tmp_path: Path) -> None:
@@ -175,51 +172,6 @@ def test_folder_gets_the_ecosystem_of_its_files(home: Home, quick: None, tmp_pat
         "tinyrules",
         "nemo-gym==0.4.*",
     ]
-
-
-def test_packages_get_the_newer_python_that_they_require(
-    home: Home, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    own = sys.version_info.minor
-    for version in (f"3.{own}.9", f"3.{own + 2}.5", f"3.{own + 3}.2"):
-        python = tmp_path / "versions" / version / "bin" / "python3"
-        python.parent.mkdir(parents=True)
-        said = {"version": [*map(int, version.split("."))], "site": "", "what": ""}
-        python.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
-        python.chmod(0o700)
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    monkeypatch.setenv("PATH", "/nowhere")
-    newer = str(tmp_path / "versions" / f"3.{own + 2}.5" / "bin" / "python3")
-    assert newer_python(f"Because Python (3.{own}.7) does not satisfy Python>=3.{own + 1} and x depends on it") == newer
-    assert newer_python(f"Package 'x' requires a different Python: 3.{own}.7 not in '>=3.{own + 4}'") is None
-    listed = f"versions that require a different python version: 0.4.0 Requires-Python >=3.{own + 1}; 0.5.0 "
-    assert newer_python(f"{listed}Requires-Python >=3.{own + 3}.9") == newer, "pip takes the version that fits"
-    assert newer_python("No matching distribution found for x") is None
-    games = Adapter("games", "", "tinyrules", ("tinyrules",), python=f">=3.{own + 1}")
-    assert (better_python(games), better_python(adapter("any", "x"))) == (newer, None)
-    assert better_python(Adapter("games", "", python=f">=3.{own}")) is None
-    made: list[str | None] = []
-    resolved, making = Installer.resolve, Installer.make
-
-    def resolve(self: Installer, what: str, wanted: Wanted) -> list[Pin]:
-        if made[-1] is None:
-            raise failure(what, [f"error: 3.{own}.7 does not satisfy Python>=3.{own + 1}"], offline=False)
-        return resolved(self, what, wanted)
-
-    def make(self: Installer, base: str | None) -> None:
-        made.append(base)
-        making(self, None)
-
-    monkeypatch.setattr(Installer, "resolve", resolve)
-    monkeypatch.setattr(Installer, "make", make)
-    assert Interpreters(home).add(Order("tinyrules")).added.python is not None
-    assert made == [None, newer]
-    made.clear()
-    assert Interpreters(home, lambda: [games]).add(Order("games")).added.python is not None and made == [newer]
-    with pytest.raises(EnvironmentFailed, match="does not satisfy"):
-        made.clear()
-        monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "none"))
-        Interpreters(home).add(Order("tinymore"))
 
 
 def test_requirements_must_be_utf8(tmp_path: Path) -> None:

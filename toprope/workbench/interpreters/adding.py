@@ -36,13 +36,12 @@ from toprope.workbench.interpreters.naming import (
     without_build,
 )
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.pythons import looked_at, require_import
+from toprope.workbench.interpreters.pythons import fits_own, looked_at, require_import, specifiers_of
 from toprope.workbench.interpreters.registry import Added, Registry
 from toprope.workbench.interpreters.store import Made, Store, bytes_of, digests_in_use
-from toprope.workbench.interpreters.words import excerpt, telling
+from toprope.workbench.interpreters.words import OLDEST, excerpt, telling
 
 _LONGEST_S = 3600.0
-_OLDEST = (3, 11)
 _CLONING = ".making-"
 
 
@@ -243,9 +242,10 @@ class Interpreters:
             return Outcome(added, own=True)
         own_packages = known_interpreters({})[0].site_packages
         listed = target.kind != "packages" or target.adapter is not None
-        if listed and not order.isolated and satisfied(requirements, own_packages):
+        own_will_do = listed and not order.isolated and fits_own(specifiers_of(target.python))
+        if own_will_do and satisfied(requirements, own_packages):
             return Outcome(added, own=True)
-        wanted = order.wanted.of(requirements, target.adapter)
+        wanted = order.wanted.of(requirements, target.adapter, target.python)
         if wanted.offline and (digest := self._find_satisfying(requirements)) is not None:
             return self._of_store(added, digest, shared=True)
         with self.store.aside() as aside:
@@ -401,7 +401,7 @@ def _at_checkout(target: Target, checkout: Path) -> Target:
 def _with_owned_python(added: Added, python: str, target: Target, requirements: Sequence[str]) -> Added:
     """Validate the owner's interpreter and return the entry with it."""
     seen = looked_at(python)
-    if seen.version < _OLDEST:
+    if seen.version < OLDEST:
         raise InvalidValue(
             f"{python} is Python {'.'.join(map(str, seen.version))}; environments need 3.11 or newer.",
             hint="Give another, or omit --python to make one.",

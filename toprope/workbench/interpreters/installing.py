@@ -6,41 +6,33 @@ version that Toprope runs, and a GPU build is refused if Toprope's own is a CPU 
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from importlib.metadata import PackagePath
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from toprope.errors import EnvironmentFailed
 from toprope.records.run.manifest import packages_in, site_packages_of
-from toprope.sdk.discovery import parse
-from toprope.sdk.wall.paths import imported_by
 from toprope.workbench.adapters import Adapter
+from toprope.workbench.interpreters.left_out import copy_left_out, files_of, local_path
 from toprope.workbench.interpreters.overrides import overrides
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.pythons import better_python, newer_python
+from toprope.workbench.interpreters.pythons import chosen_python, fitting_python, looked_at, with_skipped
 from toprope.workbench.interpreters.uv_for_pip import fetched_uv
-from toprope.workbench.interpreters.words import excerpt, failure
+from toprope.workbench.interpreters.words import NO_NETWORK, OtherPythonNeeded, excerpt, failure
 
+_BACKTRACKING = "pip is still looking at multiple versions"
+"""pip's words after it rejected eight versions of a package; it may try hundreds, each downloaded."""
 _TORCH_INDEX = "https://download.pytorch.org/whl/"
-_SKIPPED = {".git", "__pycache__", "build", "dist", ".venv", "node_modules"}
-_HOOKS = ("sitecustomize.py", "usercustomize.py")
-_MOST_COPIED = 200_000_000
-"""Bytes of a project that its wheel leaves out."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +56,13 @@ class Wanted:
     prepare: Callable[[Path], None] | None = None
     """Called with the folder of the packages after their installation."""
 
-    def of(self, requirements: Sequence[str], adapter: Adapter | None) -> Wanted:
-        """Return these options for requirements, with the Python that their ecosystem is better run by."""
-        return replace(self, requirements=tuple(requirements), base=self.base or better_python(adapter))
+    def of(self, requirements: Sequence[str], adapter: Adapter | None, python: str = "") -> Wanted:
+        """Return these options for requirements, with the Python for their ecosystem and script.
+
+        Raises:
+            EnvironmentFailed: See `chosen_python`.
+        """
+        return replace(self, requirements=tuple(requirements), base=self.base or chosen_python(adapter, python))
 
 
 @dataclass(frozen=True)
@@ -93,6 +89,8 @@ class Installer:
         self._of_pip: list[str] = []
         """Options of a fetched uv for what pip is set to."""
         self._constraint = ""
+        self._pip_alone = False
+        """True after uv failed in pip's place."""
 
     @property
     def name(self) -> str:
@@ -120,22 +118,23 @@ class Installer:
             )
 
     def made_and_resolved(self, name: str, wanted: Wanted, progress: Callable[[str], None]) -> list[Pin]:
-        """Make the environment and resolve its pins, with a newer Python of this machine if the packages require one.
+        """Make the environment and resolve its pins, with another Python of this machine if the packages require one.
 
         Raises:
             EnvironmentFailed: See `make` and `resolve`.
         """
-        self.make(wanted.base)
-        try:
-            return self.resolve(name, wanted)
-        except EnvironmentFailed as failed:
-            newer = newer_python(failed.message) if wanted.base is None else None
-            if newer is None:
-                raise
-            progress(f"it requires {newer}")
-            shutil.rmtree(self._venv)
-            self.make(newer)
-            return self.resolve(name, wanted)
+        python, tried = wanted.base, list[str]()
+        while True:
+            self.make(python)
+            try:
+                return self.resolve(name, wanted)
+            except OtherPythonNeeded as failed:
+                tried.append(python or sys.executable)
+                python = fitting_python(failed.required, tried) if wanted.base is None else None
+                if python is None:
+                    raise
+                progress(f"it requires {python}")
+                shutil.rmtree(self._venv)
 
     def resolve(self, name: str, wanted: Wanted) -> list[Pin]:
         """Resolve the requirements to pins.
@@ -154,9 +153,9 @@ class Installer:
         flavour = version.partition("+")[2]
         if flavour and not wanted.offline:
             index = f"{_TORCH_INDEX}{flavour}"
-            return self._resolve(
-                name, replace(wanted, extra_indexes=(*wanted.extra_indexes, index)), f"torch=={version}"
-            )
+            wanted = replace(wanted, extra_indexes=(*wanted.extra_indexes, index))
+            self._require_torch(name, wanted, f"torch=={version}", index)
+            return self._resolve(name, wanted, f"torch=={version}")
         raise EnvironmentFailed(
             f"{name} requires a GPU build of torch, which takes gigabytes; nothing was installed.",
             hint="--torch any accepts it; --extra-index-url names an index with another build.",
@@ -180,14 +179,30 @@ class Installer:
         for pin in pins:
             place = _place_of(pin)
             if place is not None and place.is_dir():
-                _complete(place, site_packages_of(self.python))
+                copy_left_out(place, site_packages_of(self.python))
+
+    def _require_torch(self, name: str, wanted: Wanted, build: str, index: str) -> None:
+        """Check that there is this build: pip would ask a host that it cannot reach again for each package."""
+        if self._uv:
+            return
+        command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--no-deps", "--retries=1", build]
+        code, lines = self._commands.run([*command, "--progress-bar=off", *self._sources(wanted)], self._venv.parent)
+        if code:
+            version = ".".join(map(str, looked_at(self.python).version[:2]))
+            missing = "could not be reached" if NO_NETWORK.search("\n".join(lines)) else "does not have it"
+            raise EnvironmentFailed(
+                f"{name} requires torch: {build} for Python {version}, and {index} {missing}. Nothing was installed.",
+                hint="Check the network; --extra-index-url names another index, --torch any accepts a GPU build "
+                "(gigabytes).",
+            )
 
     def _resolve(self, name: str, wanted: Wanted, constraint: str) -> list[Pin]:
         self._constraint = constraint
         requirements_file = self._file("requirements.txt", wanted.requirements)
         constraints_file = self._file("constraints.txt", [constraint] if constraint else [])
-        out = self._venv.parent / "resolved"
+        out, log = self._venv.parent / "resolved", self._venv.parent / "pip.log"
         out.unlink(missing_ok=True)
+        log.unlink(missing_ok=True)  # of an earlier attempt
         options = ["-c", str(constraints_file), *self._sources(wanted)]
         if self._uv:
             command = [self._uv, "pip", "compile", str(requirements_file), "--python", self.python, "-o", str(out)]
@@ -195,22 +210,37 @@ class Installer:
             command += ["--override", str(self._file("overrides.txt", overrides(wanted.requirements)))]
         else:
             command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--report", str(out)]
-            command += ["--progress-bar", "off", "-r", str(requirements_file), *options]
-        code, lines = self._commands.run(command, self._venv.parent)
-        if code and not self._uv and self._switch_to_uv(wanted):
+            command += ["--progress-bar", "off", "--log", str(log), "-r", str(requirements_file), *options]
+        until = "" if self._uv or self._pip_alone or wanted.offline else _BACKTRACKING
+        code, lines = self._commands.run(command, self._venv.parent, until)
+        if code and self._switch_installer(wanted, lines):
             return self._resolve(name, wanted, constraint)
         if code:
+            if log.is_file():
+                lines = with_skipped(lines, log.read_text("utf-8", "replace"))
             raise failure(name, lines, offline=wanted.offline, constraint=constraint)
         return _pins_of_uv(out) if self._uv else _pins_of_pip(out)
 
-    def _switch_to_uv(self, wanted: Wanted) -> bool:
-        """Go on with uv if a project has overrides, which pip does not take; False if it cannot be had."""
-        if wanted.offline or not list(overrides(wanted.requirements)):
+    def _switch_installer(self, wanted: Wanted, lines: Sequence[str]) -> bool:
+        """Go on with uv if pip cannot take a project's overrides or finds no versions that agree; False otherwise.
+
+        uv reads less of each version and says which Python one requires. pip goes on alone if uv cannot be had or run.
+        """
+        overridden, said = bool(list(overrides(wanted.requirements))), "\n".join(lines)
+        if wanted.offline or self._pip_alone:
+            return False
+        if self._uv:  # of the owner, or in pip's place
+            self._pip_alone = bool(self._of_pip) and not overridden and "No solution found" not in said
+            self._uv, self._of_pip = (None, []) if self._pip_alone else (self._uv, self._of_pip)
+            return self._pip_alone
+        if not overridden and not any(sign in said for sign in (_BACKTRACKING, "ResolutionImpossible")):
             return False
         uv_command = fetched_uv(self._pip(), self._venv.parent / "uv", self._commands)
-        if uv_command is not None:
-            self._uv, *self._of_pip = uv_command
-        return uv_command is not None
+        if uv_command is None:
+            self._pip_alone = _BACKTRACKING in said
+            return self._pip_alone
+        self._uv, *self._of_pip = uv_command
+        return True
 
     def _pip(self) -> list[str]:
         if _has_pip():
@@ -313,7 +343,7 @@ def _pins_of_pip(report: Path) -> list[Pin]:
         name, version, source = entry["metadata"]["name"], entry["metadata"]["version"], entry["download_info"]
         url = str(source["url"])
         hashes = source.get("archive_info", {}).get("hashes", {})
-        local = _local(url)
+        local = local_path(url)
         content = hashes.get("sha256", "") if local is not None else ""
         if "vcs_info" in source:
             vcs = source["vcs_info"]
@@ -343,100 +373,8 @@ def _pins_of_uv(lock: Path) -> list[Pin]:
 def _place_of(pin: Pin) -> Path | None:
     """Return the file or folder of a local pin."""
     place = pin.line.partition(" @ ")[2] or pin.line
-    local = _local(place) or Path(place)
+    local = local_path(place) or Path(place)
     return local if local.exists() else None
-
-
-def _complete(project: Path, site: Path | None) -> None:
-    """Copy the files of a project that its wheel left out to their place beside its modules.
-
-    Authors often leave out data and helpers, because they run their own project from its folder.
-    """
-    modules: list[PackagePath] = []
-    for distribution in metadata.distributions(path=[str(site)]):
-        source = distribution.read_text("direct_url.json")
-        if source and _local(json.loads(source)["url"]) == project:
-            modules = [file for file in distribution.files or () if file.suffix == ".py" and ".." not in file.parts]
-    roots: Counter[tuple[Path, Path]] = Counter()
-    for module in modules:
-        for skipped in range(len(module.parts)):
-            tail = Path(*module.parts[skipped:])
-            sources = [root for root in (project, project / "src") if (root / tail).is_file()]
-            if sources:
-                roots[sources[0], Path(*module.parts[:skipped])] += 1
-                break
-    if site is None or not roots:
-        return
-    [((root, inside), _)] = roots.most_common(1)
-    packages = {Path(module.parent) for module in modules} - {Path()}
-    visible = {name for name in os.listdir(root) if not name.startswith(".")} - _SKIPPED
-    siblings, reached = {name for name in visible if not (root / name).is_symlink()}, set[str]()
-    unread = [site / module for module in modules if len(module.parts) == 1]
-    while unread:  # modules that are alone, and helpers that they name
-        new = (_names_reached_by(unread.pop()) & siblings) - reached
-        reached |= new
-        files = (file for name in new for file in (root / name, *_files_of(root / name)))
-        unread += [file for file in files if file.suffix == ".py"]
-    copies: dict[Path, Path] = {}
-    copies_by_sibling: dict[str, dict[Path, Path]] = {}
-    for file in () if root.is_symlink() else _files_of(root):  # a project's `src`
-        place = inside / file.relative_to(root)
-        target = site / place
-        taken = target.exists() or any(parent.is_file() for parent in target.parents)
-        if taken or _is_kept_back(file, root):
-            continue
-        if packages.intersection(place.parents):
-            copies[target] = file
-        elif place.parts[0] in reached:
-            copies_by_sibling.setdefault(place.parts[0], {})[target] = file
-    if (total := _size(copies)) > _MOST_COPIED:
-        raise EnvironmentFailed(
-            f"The wheel of {project} leaves out {total / 1e6:.0f} MB of files in its packages; at most "
-            f"{_MOST_COPIED / 1e6:.0f} MB are copied. Nothing was kept.",
-            hint="Move large data out of the packages, or have the wheel include it.",
-        )
-    # Any text may name a folder, so a large one is left out.
-    for group in sorted(copies_by_sibling.values(), key=_size):
-        if (total := total + _size(group)) <= _MOST_COPIED:
-            copies |= group
-    for target, file in copies.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(file, target, follow_symlinks=False)
-
-
-def _size(copies: dict[Path, Path]) -> int:
-    return sum(file.stat().st_size for file in copies.values())
-
-
-def _names_reached_by(module: Path) -> set[str]:
-    """Return the names by which a module reaches what lies beside it: its imports, and parts of paths in its texts."""
-    try:
-        texts = [node.value for node in ast.walk(parse(module)) if isinstance(node, ast.Constant)]
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    imported = {name for name, _ in imported_by(str(module))}
-    return {part for text in texts for part in str(text).split("/")} | imported | {f"{name}.py" for name in imported}
-
-
-def _is_kept_back(file: Path, root: Path) -> bool:
-    """Return True for what must not reach an interpreter: links, hidden files, start hooks, .pth files."""
-    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
-    return hidden or file.is_symlink() or file.name in _HOOKS or file.suffix == ".pth"
-
-
-def _files_of(root: Path) -> Iterator[Path]:
-    """Yield a project's own files, without environments and what builds leave behind."""
-    for place, folders, names in os.walk(root):
-        if "pyvenv.cfg" in names:
-            folders.clear()
-            continue
-        folders[:] = sorted(folder for folder in folders if folder not in _SKIPPED and not folder.endswith(".egg-info"))
-        yield from (file for name in sorted(names) if (file := Path(place, name)).is_file())
-
-
-def _local(url: str) -> Path | None:
-    parts = urlsplit(url)
-    return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 def _content(place: Path | None) -> str:
@@ -444,7 +382,7 @@ def _content(place: Path | None) -> str:
     if place is None:
         return ""
     whole = hashlib.sha256()
-    for file in [place] if place.is_file() else sorted(_files_of(place)):
+    for file in [place] if place.is_file() else sorted(files_of(place)):
         inside = file.relative_to(place).parts
         whole.update(f"{'/'.join(inside)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return whole.hexdigest()

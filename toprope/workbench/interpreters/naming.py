@@ -21,7 +21,15 @@ from packaging.utils import canonicalize_name
 
 from toprope.errors import InvalidValue, NotFound, shown
 from toprope.sdk.adapters._shared.listing import Listed
-from toprope.sdk.discovery import NAME, discover_file, environment_files, name_of, parse, script_requirements
+from toprope.sdk.discovery import (
+    NAME,
+    discover_file,
+    environment_files,
+    name_of,
+    parse,
+    script_python,
+    script_requirements,
+)
 from toprope.sdk.worker.client import KEY_IN_URL
 from toprope.settings.yamlfiles import YAML_ENDINGS, nearest, read_yaml
 from toprope.workbench.adapters import Adapter
@@ -48,6 +56,8 @@ class Target:
     path: Path | None = None
     ref: str = ""
     """Branch or tag of a checkout."""
+    python: str = ""
+    """`requires-python` of a script."""
     unbuilt: bool = False
     """True if its project cannot be built: its files are run, with what the project requires."""
 
@@ -193,11 +203,12 @@ def _parse_path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
         adapter, others = _ecosystem_of(path, adapters)
         name = name if path.is_dir() else name_of(name.split("-")[0])  # a wheel's goes on with its version
         return Target("packages", str(path), name, (str(path), *others), adapter, path)
-    requirements = tuple(script_requirements(path.read_text("utf-8", "replace"))) if path.is_file() else ()
+    source = path.read_text("utf-8", "replace") if path.is_file() else ""
+    requirements = tuple(script_requirements(source))
     listed = (path.parent if path.is_file() else path) / "requirements.txt"
     if not requirements and listed.is_file():
         requirements = tuple(_lines(listed, adapters))
-    return Target("folder", str(path), name, requirements, path=path)
+    return Target("folder", str(path), name, requirements, path=path, python=script_python(source))
 
 
 def _parse_yaml(path: Path, adapters: Sequence[Adapter]) -> Target:
@@ -208,12 +219,16 @@ def _parse_yaml(path: Path, adapters: Sequence[Adapter]) -> Target:
         wrong = "names no adapter" if adapter_name is None else f"names {shown(str(adapter_name))}, which is no adapter"
         raise InvalidValue(f"{path} {wrong}.", hint=nearest(str(adapter_name or ""), sorted(by_name)))
     adapter, file = by_name[adapter_name], path.parent / Path(str(fields.get("file") or "")).expanduser()
-    file_requirements = (
-        script_requirements(file.read_text("utf-8", "replace")) if file.suffix == ".py" and file.is_file() else ()
-    )
+    source = file.read_text("utf-8", "replace") if file.suffix == ".py" and file.is_file() else ""
     needed = () if fields.get("interpreter") or (adapter.urls_alone and fields.get("url")) else adapter.requirements
     return Target(
-        "folder", str(path), name_of(path.stem), (*file_requirements, *needed), adapter if needed else None, path
+        "folder",
+        str(path),
+        name_of(path.stem),
+        (*script_requirements(source), *needed),
+        adapter if needed else None,
+        path,
+        python=script_python(source),
     )
 
 

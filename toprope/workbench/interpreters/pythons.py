@@ -9,19 +9,28 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.tags import platform_tags
+from packaging.utils import canonicalize_name
 
 from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.sdk.worker.client import worker_environment
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.words import excerpt
+from toprope.workbench.interpreters.words import OLDEST, excerpt, missing_python
 
-_REQUIRED = re.compile(r"(?:satisfy Python|Requires-Python|not in ')\s*(?P<what>[<>=!~][^\s'\"]*)")
+_MISSING = re.compile(r"No matching distribution found for (?P<requirement>[^\n]+?)\s*(?:\(|$)", re.MULTILINE)
+_IGNORED = "Ignored the following versions that require a different"
+_LINK = re.compile(
+    r"(?:different Python \([\d.]+ not in: '(?P<python>[^']+)'\)|the wheel's tags \((?P<tags>[^)]+)\)[^:]*): "
+    r"\S*/(?P<file>[^/\s#]+)"
+)
+"""A file of an index that pip did not consider, in its log."""
+_TAG = re.compile(r"cp3(?P<minor>\d+)-(?P<abi>\w+)-(?P<platform>[\w.]+)")
 _NEWEST_MINOR = 20
 _LOOK_S, _EACH_S = 60.0, 20.0
 _IMPORT_S = 180.0
@@ -32,33 +41,94 @@ _LOOK = (
 )
 
 
-def better_python(adapter: Adapter | None) -> str | None:
-    """Return the Python of this machine that an ecosystem is better run by; None if Toprope's own will do."""
-    if adapter is None or not adapter.python or _text(sys.version_info[:3]) in SpecifierSet(adapter.python):
+def chosen_python(adapter: Adapter | None, required: str = "") -> str | None:
+    """Return the Python of this machine for an ecosystem and a script; None if Toprope's own will do.
+
+    Args:
+        adapter: The ecosystem, which may be better run by another Python.
+        required: `requires-python` of the script; what is no specifier counts as empty.
+
+    Raises:
+        EnvironmentFailed: The script requires a Python that this machine lacks.
+    """
+    by_script, by_adapter = specifiers_of(required), specifiers_of(adapter.python if adapter is not None else "")
+    if fits_own(by_script & by_adapter):
         return None
-    return newer_python(f"satisfy Python{adapter.python}")
+    python = fitting_python([by_script & by_adapter]) or (None if fits_own(by_script) else fitting_python([by_script]))
+    if python is None and not fits_own(by_script):
+        raise EnvironmentFailed(
+            f"The script requires Python {by_script}; nothing was installed.", hint=missing_python([by_script])
+        )
+    return python
 
 
-def newer_python(complaint: str) -> str | None:
-    """Return the oldest Python of this machine that an installer's complaint asks for; None if there is no such one.
+def specifiers_of(text: str) -> SpecifierSet:
+    """Return the specifiers of a text, none if it has errors."""
+    try:
+        return SpecifierSet(text)
+    except InvalidSpecifier:
+        return SpecifierSet()
+
+
+def fits_own(specifiers: SpecifierSet) -> bool:
+    """Return True if Toprope's own Python fits."""
+    return _text(sys.version_info[:3]) in specifiers
+
+
+def fitting_python(required: Sequence[SpecifierSet], tried: Collection[str] = ()) -> str | None:
+    """Return the oldest Python of this machine that is asked for; None if there is no such one.
 
     Looks in PATH and where pyenv and uv keep theirs.
 
     Args:
-        complaint: What pip or uv printed about the version of Python.
+        required: Pythons that will do.
+        tried: Paths of Pythons whose versions failed.
     """
-    wanted = []
-    for match in _REQUIRED.finditer(complaint):  # pip lists every version of a package with the Pythons that it takes
-        with contextlib.suppress(InvalidSpecifier):
-            wanted.append(SpecifierSet(match["what"].rstrip(",.;")))
-    if not wanted:
+    if not required:
         return None
     versions = []
-    for python in _pythons():
+    for python in (*tried, *_pythons()):
         with contextlib.suppress(InvalidValue):  # it does not run, as pyenv's stand-ins do not
             versions.append((looked_at(python, _EACH_S).version, python))
-    fitting = [candidate for candidate in versions if any(_text(candidate[0]) in specifiers for specifiers in wanted)]
+    failed = {version for version, python in versions if python in tried}
+    fitting = [
+        (version, python)
+        for version, python in versions
+        if version >= OLDEST and version not in failed and any(_text(version) in one for one in required)
+    ]
     return min(fitting)[1] if fitting else None
+
+
+def with_skipped(lines: Sequence[str], log: str) -> list[str]:
+    """Return what pip printed, with the Pythons that the requirement at fault is there for, as pip's log has them.
+
+    pip prints them for all packages that it met, and for those with wheels of other Pythons not at all.
+    """
+    missing = _MISSING.search("\n".join(lines))
+    name = missing and re.match(r"[\w.-]+", missing["requirement"])
+    if not missing or not name:
+        return list(lines)
+    versions = specifiers_of(re.sub(r"\[[^]]*\]|;.*", "", missing["requirement"])[name.end() :].strip())
+    required: list[str] = []
+    for match in _LINK.finditer(log):
+        distribution = re.match(r"(?P<name>.+?)-(?P<version>\d[^-]*?)(?:-.*\.whl|\.tar\.\w+|\.zip)$", match["file"])
+        if distribution is None or canonicalize_name(distribution["name"]) != canonicalize_name(name[0]):
+            continue
+        with contextlib.suppress(ValueError):  # a version from before the syntax of today
+            if versions.contains(distribution["version"], prereleases=True):
+                required += [match["python"]] if match["python"] else _pythons_of_tags(match["tags"])
+    if not required:
+        return list(lines)
+    found = "; ".join(f"Requires-Python {one}" for one in dict.fromkeys(required))
+    others = [line for line in lines if _IGNORED not in line]
+    return [f"ERROR: Other Pythons can have {missing['requirement']}: {found}", *others]
+
+
+def _pythons_of_tags(tags: str) -> list[str]:
+    """Return the Pythons of wheels for this platform."""
+    here = {"any", *platform_tags()}
+    matches = [match for match in _TAG.finditer(tags) if here.intersection(match["platform"].split("."))]
+    return [f">=3.{match['minor']}" if match["abi"] == "abi3" else f"==3.{match['minor']}.*" for match in matches]
 
 
 def _text(version: tuple[int, ...]) -> str:
@@ -67,8 +137,8 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 def _pythons() -> Iterator[str]:
-    for minor in range(sys.version_info[1] + 1, _NEWEST_MINOR):
-        if python := shutil.which(f"python3.{minor}"):
+    for minor in range(OLDEST[1], _NEWEST_MINOR):
+        if minor != sys.version_info[1] and (python := shutil.which(f"python3.{minor}")):
             yield python
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR") or Path.home() / ".local" / "share" / "uv" / "python")

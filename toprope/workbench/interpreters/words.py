@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
 from toprope.errors import EnvironmentFailed
 
+OLDEST = (3, 11)
+"""Oldest Python that environments run in."""
+_NEWEST_MINOR = 20
+_SPECIFIER = r"[<>=!~][^\s'\";,]*(?:,\s*[<>=!~][^\s'\";,]*)*"
+_REQUIRED = re.compile(rf"(?:satisfy Python|Requires-Python|not in:? ')\s*(?P<specifier>{_SPECIFIER})")
+_TAGS = re.compile(r"following Python \w+ tags?: (?P<tags>[^\n]+)")
+"""uv's list of the Pythons that a package has wheels for."""
 _LONGEST = 900
-_NO_NETWORK = re.compile(
+NO_NETWORK = re.compile(
     r"Failed to establish a new connection|Name or service not known|Temporary failure in name resolution|"
     r"Network is unreachable|ConnectTimeoutError|dns error|error sending request|Could not connect|"
     r"network was disabled",
@@ -34,6 +44,42 @@ _WHICH = (
 _VERSIONS = re.compile(r"(?P<name>[\w.\-\[\]]+)==[^\s,]+(?:(?:,| and|, and) (?P=name)==[^\s,]+){2,}")
 """pip's list of all versions of one package that it tried."""
 _NOISE = re.compile(r"^\s*(WARNING: Retrying|Looking in|Requirement already|\[notice\]|Using cached|Downloading|$)")
+
+
+class OtherPythonNeeded(EnvironmentFailed):
+    """An installer refused the Python of the environment.
+
+    Args:
+        required: Pythons that packages ask for; each may do.
+    """
+
+    def __init__(self, message: str, required: Sequence[SpecifierSet], *, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.required = required
+
+
+def pythons_required(printed: str) -> list[SpecifierSet]:
+    """Return the Pythons that an installer's output asks for; pip lists one for each version of a package."""
+    required: dict[SpecifierSet, None] = {}
+    for match in _REQUIRED.finditer(printed):
+        with contextlib.suppress(InvalidSpecifier):
+            required[SpecifierSet(match["specifier"].rstrip(",.;)"))] = None
+    for match in _TAGS.finditer(printed):
+        required |= {SpecifierSet(f"==3.{minor}.*"): None for minor in re.findall(r"`cp3(\d+)`", match["tags"])}
+    return list(required)
+
+
+def missing_python(required: Sequence[SpecifierSet]) -> str:
+    """Return the hint that names the Python to install."""
+    wanted = " or ".join(str(specifiers) for specifiers in required[:4])
+    minors = (f"3.{minor}" for minor in range(OLDEST[1], _NEWEST_MINOR))
+    first = next((text for text in minors if any(one.contains(f"{text}.99") for one in required)), None)
+    if first is None:
+        return f"It requires Python {wanted}, and environments need 3.11 or newer: choose another version of it."
+    return (
+        f"It requires Python {wanted}: install one (`uv python install {first}`) and repeat this; --base names one "
+        "that is not found."
+    )
 
 
 def excerpt(lines: Sequence[str]) -> str:
@@ -63,17 +109,15 @@ def failure(name: str, lines: Sequence[str], *, offline: bool, constraint: str =
     hint = "Fix the requirement, or give another with --requirement."
     if "No space left on device" in text:
         hint = "The disk is full: make room (toprope prune) and add it again."
+    elif (required := pythons_required(text)) and (offline or not NO_NETWORK.search(text)):
+        printed = f"{message} The installer printed:\n{excerpt(lines)}"
+        return OtherPythonNeeded(printed, required, hint=missing_python(required))
     elif offline:
         hint = "--offline uses only --find-links and the installer's cache: omit it, or name a folder."
     elif host := _NO_HOST.search(text):
         hint = f"{host[1] or host[2]} could not be reached: check the network, or give what it needs from a folder."
-    elif _NO_NETWORK.search(text) and "conflicting dependencies" not in text:
+    elif NO_NETWORK.search(text) and "conflicting dependencies" not in text:
         hint = "No package index was reached: check the network, or give --offline --find-links FOLDER."
-    elif re.search(r"requires a different Python|Requires-Python|does not satisfy Python", text):
-        hint = (
-            "This machine has no Python that fits: install one, as `uv python install VERSION` does, and repeat this; "
-        )
-        hint += "--base names one that is not found."
     elif constraint and "torch" in text and ("conflict" in text or "unsatisfiable" in text):
         hint = f"torch is pinned to Toprope's own version ({constraint}); --torch any removes the pin (gigabytes)."
     return EnvironmentFailed(f"{message} The installer printed:\n{excerpt(lines)}", hint=hint)

@@ -1,0 +1,232 @@
+"""The Python that an environment gets: Toprope's own, or another of this machine that its packages require."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.tags import platform_tags
+
+from tests.workbench.interpreters.conftest import adapter, make_wheel
+from toprope.errors import EnvironmentFailed
+from toprope.settings.owner import Home
+from toprope.workbench.adapters import Adapter
+from toprope.workbench.interpreters.adding import Interpreters, Order
+from toprope.workbench.interpreters.installing import Installer, Pin, Wanted
+from toprope.workbench.interpreters.naming import target_of
+from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.pythons import chosen_python, fitting_python, with_skipped
+from toprope.workbench.interpreters.words import OtherPythonNeeded, failure, pythons_required
+
+OWN = sys.version_info.minor
+BACKTRACKING = "INFO: pip is still looking at multiple versions of trl to determine which version is compatible."
+
+
+@pytest.fixture
+def pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Others of this machine, which only say their version; returns the path of one."""
+
+    def path_of(version: str) -> str:
+        return str(tmp_path / "versions" / version / "bin" / "python3")
+
+    for version in ("3.6.15", f"3.{OWN}.99", f"3.{OWN + 2}.5", f"3.{OWN + 3}.2"):
+        python = Path(path_of(version))
+        python.parent.mkdir(parents=True)
+        said = {"version": [*map(int, version.split("."))], "site": "", "what": ""}
+        python.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
+        python.chmod(0o700)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    return path_of
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The Pythons that environments were asked of; all are made with Toprope's own."""
+    bases: list[str | None] = []
+    making = Installer.make
+
+    def make(self: Installer, base: str | None) -> None:
+        bases.append(base)
+        making(self, None)
+
+    monkeypatch.setattr(Installer, "make", make)
+    return bases
+
+
+def fitting(printed: str) -> str | None:
+    return fitting_python(pythons_required(printed))
+
+
+def test_oldest_python_that_is_asked_for_is_found(pythons: Callable[[str], str]) -> None:
+    newer = pythons(f"3.{OWN + 2}.5")
+    assert fitting(f"Because Python (3.{OWN}.7) does not satisfy Python>=3.{OWN + 1} and x depends on it") == newer
+    assert fitting(f"Package 'x' requires a different Python: 3.{OWN}.7 not in '>=3.{OWN + 4}'") is None
+    listed = f"versions that require a different python version: 0.4.0 Requires-Python >=3.{OWN + 1}; 0.5.0 "
+    assert fitting(f"{listed}Requires-Python >=3.{OWN + 3}.9") == newer, "pip takes the version that fits"
+    assert fitting("No matching distribution found for x") is None
+    assert fitting("0.1 Requires-Python >=3.6, <3.10; 0.2 Requires-Python <3.9,>=3.6") is None, "too old for the worker"
+    both = f"0.1 Requires-Python >=3.6, <3.{OWN}; 0.2 Requires-Python >=3.{OWN + 3}, <4"
+    assert fitting(both) == pythons(f"3.{OWN + 3}.2")
+    only = f"we only found wheels for `x` (v1.0) with the following Python ABI tags: `cp3{OWN + 3}`, `cp3{OWN + 4}`"
+    assert fitting(only) == pythons(f"3.{OWN + 3}.2")
+    required = [SpecifierSet(f">=3.{OWN + 1}")]
+    assert fitting_python(required, [newer]) == pythons(f"3.{OWN + 3}.2"), "the other one failed"
+    games = Adapter("games", "", "tinyrules", ("tinyrules",), python=f">=3.{OWN + 1}")
+    assert (chosen_python(games), chosen_python(adapter("any", "x"))) == (newer, None)
+    assert chosen_python(Adapter("games", "", python=f">=3.{OWN}")) is None
+
+
+def test_packages_get_the_pythons_that_they_require_in_turn(
+    home: Home, quick: None, monkeypatch: pytest.MonkeyPatch, pythons: Callable[[str], str], made: list[str | None]
+) -> None:
+    """The second Python is refused, too: another package requires a third."""
+    first, second = pythons(f"3.{OWN + 2}.5"), pythons(f"3.{OWN + 3}.2")
+    resolved = Installer.resolve
+
+    def resolve(self: Installer, what: str, wanted: Wanted) -> list[Pin]:
+        if made[-1] != second:
+            more = 1 if made[-1] is None else 3
+            raise failure(what, [f"error: 3.{OWN}.7 does not satisfy Python>=3.{OWN + more}"], offline=False)
+        return resolved(self, what, wanted)
+
+    monkeypatch.setattr(Installer, "resolve", resolve)
+    assert Interpreters(home).add(Order("tinyrules")).added.python is not None
+    assert made == [None, first, second]
+    shutil.rmtree(Path(second).parent)
+    with pytest.raises(EnvironmentFailed, match="does not satisfy") as refusal:
+        Interpreters(home).add(Order("tinymore"))
+    assert f">=3.{OWN + 3}" in refusal.value.hint and f"uv python install 3.{OWN + 3}" in refusal.value.hint
+
+
+def test_python_of_a_script_is_chosen_before_anything_is_resolved(
+    home: Home, quick: None, tmp_path: Path, pythons: Callable[[str], str], made: list[str | None]
+) -> None:
+    script = tmp_path / "game.py"
+
+    def add(required: str, package: str = "tinyrules") -> None:
+        script.write_text(f'# /// script\n# requires-python = "{required}"\n# dependencies = ["{package}"]\n# ///\n')
+        assert target_of(str(script), []).python == required
+        Interpreters(home, lambda: []).add(Order(str(script)))
+
+    add(f">=3.{OWN + 1}")
+    add(f">=3.{OWN + 3}", "pyyaml")  # Toprope has it, in its own Python
+    add(f"<3.{OWN + 1}")
+    add("recent")
+    assert made == [pythons(f"3.{OWN + 2}.5"), pythons(f"3.{OWN + 3}.2"), None, None]
+    with pytest.raises(EnvironmentFailed, match=rf"requires Python >=3\.{OWN + 5}") as refusal:
+        add(f">=3.{OWN + 5}")
+    assert f"uv python install 3.{OWN + 5}" in refusal.value.hint and len(made) == 4
+    with pytest.raises(EnvironmentFailed) as refusal:
+        add("<3.9")
+    assert "environments need 3.11 or newer" in refusal.value.hint
+
+
+def test_requirement_with_wheels_of_another_python_asks_for_it(tmp_path: Path) -> None:
+    """pip says of such wheels only that it found no version."""
+    platform = next(iter(platform_tags()))
+    wheel = make_wheel(tmp_path / "wheels", "tinyrules")
+    wheel.rename(wheel.with_name(f"tinyrules-1.0-cp3{OWN + 1}-cp3{OWN + 1}-{platform}.whl"))
+    installer = Installer(tmp_path / "venv", Commands(tmp_path / "log", timeout_s=60))
+    installer._uv = None
+    installer.make(None)
+    wanted = Wanted(("tinyrules>=1",), find_links=(str(tmp_path / "wheels"),), offline=True)
+    with pytest.raises(OtherPythonNeeded, match="tinyrules>=1") as refusal:
+        installer.resolve("it", wanted)
+    assert refusal.value.required == [SpecifierSet(f"==3.{OWN + 1}.*")]
+
+
+def test_versions_of_other_packages_do_not_count(tmp_path: Path) -> None:
+    printed = [
+        "ERROR: Ignored the following versions that require a different python version: 2.5 Requires-Python >=3.12",
+        "ERROR: No matching distribution found for harbor_x[e2b]==0.1.*",
+    ]
+    other = "Link requires a different Python (3.11.7 not in: '>=3.12'): https://x.example/"
+    platform = next(iter(platform_tags()))
+    log = (
+        f"{other}numpy-2.5.tar.gz (from https://x.example/numpy/)\n{other}harbor_x-0.2-py3-none-any.whl\n"
+        f"{other.replace('3.12', '3.13')}harbor-x-0.1.5.tar.gz#sha256=0\n{other}harbor_x-what.zip\n"
+        f"Skipping link: none of the wheel's tags (cp314-abi3-{platform}, cp315-cp315-win32) are compatible (run pip "
+        "debug --verbose to show compatible tags): file:///w/harbor_x-0.1-cp314-abi3-linux.whl\n"
+    )
+    required = pythons_required("\n".join(with_skipped(printed, log)))
+    assert required == [SpecifierSet(">=3.13"), SpecifierSet(">=3.14")]
+    assert with_skipped(printed, "") == printed and with_skipped(printed[:1], log) == printed[:1]
+
+
+class Recorded(Commands):
+    """Commands that answer by the first matching text; uv is there if its installation is answered with 0."""
+
+    answers: dict[str, tuple[int, list[str]]]
+    asked: list[str]
+
+    def run(self, command: Sequence[str], cwd: Path, until: str = "") -> tuple[int, list[str]]:
+        text = " ".join(command)
+        code, lines = next(answer for sign, answer in self.answers.items() if sign in text)
+        self.asked.append(f"{next(sign for sign in self.answers if sign in text)}{' until' if until else ''}")
+        program = cwd / "uv" / "bin" / "uv"
+        if "--target" in text and not code:
+            program.parent.mkdir(parents=True, exist_ok=True)
+            program.touch()
+        if "compile" in text and not code:
+            (cwd / "resolved").write_text("trl==1.16\n")
+        return code, lines
+
+
+@pytest.mark.parametrize(
+    ("pip", "fetched", "uv", "asked", "said"),
+    [
+        (BACKTRACKING, 0, "", ["--dry-run until", "--target", "compile"], ""),
+        ("ERROR: ResolutionImpossible", 0, "No solution found: 3.11.7 does not satisfy Python>=3.12",
+         ["--dry-run until", "--target", "compile"], "3.12"),
+        (BACKTRACKING, 1, "", ["--dry-run until", "--target", "--dry-run"], "still looking"),
+        (BACKTRACKING, 0, "error: certificate", ["--dry-run until", "--target", "compile", "--dry-run"], "still"),
+        ("ERROR: No matching distribution found for trl", 0, "", ["--dry-run until"], "No matching"),
+    ],
+)  # fmt: skip
+def test_uv_resolves_where_pip_backtracks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: str, fetched: int, uv: str, asked: list[str], said: str
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    commands = Recorded(tmp_path / "log", timeout_s=60)
+    commands.asked = []
+    commands.answers = {"--dry-run": (1, [pip]), "--target": (fetched, []), "compile": (int(bool(uv)), [uv])}
+    installer = Installer(tmp_path / "venv", commands)
+    if said:
+        with pytest.raises(EnvironmentFailed, match=said):
+            installer.resolve("it", Wanted(("trl",), torch="any"))
+    else:
+        assert [pin.line for pin in installer.resolve("it", Wanted(("trl",), torch="any"))] == ["trl==1.16"]
+    assert commands.asked == asked
+
+
+def test_command_ends_after_a_line(tmp_path: Path) -> None:
+    commands = Commands(tmp_path / "log", timeout_s=60)
+    code, lines = commands.run(["sh", "-c", "echo one; echo two; sleep 600"], tmp_path, "two")
+    assert (code, lines) == (-9, ["one", "two"])
+    assert commands.run(["echo", "one"], tmp_path, "two") == (0, ["one"])
+
+
+def test_unreachable_index_of_torch_is_named_before_anything_is_resolved_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: [])  # Toprope itself has no GPU build
+    monkeypatch.setattr("toprope.workbench.interpreters.installing.own_torch", lambda: "2.13.0+cpu")
+    commands = Recorded(tmp_path / "log", timeout_s=60)
+    commands.asked = []
+    commands.answers = {"--retries=1": (1, ["WARNING: Temporary failure in name resolution"]), "--report": (0, [])}
+    installer = Installer(tmp_path / "venv", commands)
+    installer.make = lambda base: None  # type: ignore[method-assign]
+    monkeypatch.setattr(Installer, "python", sys.executable)
+    monkeypatch.setattr(
+        "toprope.workbench.interpreters.installing._pins_of_pip", lambda out: [Pin("nvidia-cublas-cu12", "x==1")]
+    )
+    with pytest.raises(EnvironmentFailed, match=r"download\.pytorch\.org/whl/cpu could not be reached"):
+        installer.resolve("it", Wanted(("torch",)))
+    assert commands.asked == ["--report until", "--retries=1"]
