@@ -344,6 +344,13 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
     for asked, more in (("datasets", None), ("verifiers>=0.4", ("uv",)), (address, None), (by_source, None)):
         (tasks / "pyproject.toml").write_text(f'[project]\nname = "tasks"\ndependencies = ["{asked}"]\n')
         assert verifiers.more_requirements(tasks) == (more or verifiers.REQUIREMENTS)
+    (tasks / "tasks" / "search.py").write_text(
+        "def schema():\n    from agents.function_schema import function_schema\n"
+    )
+    (tasks / "helper.py").write_text("import datasets\n")
+    assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, "openai-agents", "datasets")
+    (tasks / "agents.py").write_text("")
+    assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, "datasets"), "agents is its own"
     assert verifiers.more_requirements(tmp_path / "projects" / "loads")[0] == "verifiers<0.2"
     (tmp_path / "echo_env").mkdir()
     (tmp_path / "echo_env" / "openenv.yaml").write_text('name: "echo"\napp: server.app:app\n')

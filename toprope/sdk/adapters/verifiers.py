@@ -35,6 +35,7 @@ from toprope.sdk.adapters._verifiers.load_environment import (
     is_solved,
     loads_environment,
 )
+from toprope.sdk.adapters._verifiers.older_tools import adopt_tools
 from toprope.sdk.adapters._verifiers.tasksets import OURS, knobs_of, tasks_of
 from toprope.sdk.adapters._verifiers.tool_servers import fork_tool_servers
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
@@ -112,11 +113,8 @@ class Verifiers(OwnLoop):
             raise InvalidRequest(
                 f"{type(first).__name__} needs a container, but environments run without: choose another taskset."
             )
-        if any(getattr(type(first), name, None) for name in ("tools", "tool_servers")):
-            raise InvalidRequest(
-                f"{type(first).__name__} names its tools as before verifiers 0.4, which reads them from `toolsets()`: "
-                "it would be played without them. Choose a later version of the package."
-            )
+        adopt_tools(type(first), "Task")
+        adopt_tools(type(self._env.taskset), "Taskset")
         self.parts = self._parts(first)
         learning = asyncio.run(_learning(self._env))
         self._seats = learning if len(learning) > 1 else ()
@@ -315,7 +313,7 @@ def _before(target: str, version: str) -> OwnLoop | None:
     """Make the environment of a module with `load_environment`; None if it has none and this verifiers has tasksets.
 
     Raises:
-        LoadError: It has none, and this verifiers has no tasksets.
+        LoadError: It has none, and this verifiers is too old for tasksets.
     """
     module = target
     if ".py" in target:
@@ -329,8 +327,8 @@ def _before(target: str, version: str) -> OwnLoop | None:
         importlib.import_module("verifiers.v1.utils.loaders")
     except ImportError:
         raise LoadError(
-            f"{module} has no load_environment, and verifiers {version} knows no tasksets: it needs "
-            f"{', '.join(REQUIREMENTS)} in an interpreter of its own."
+            f"{module} has no load_environment, and tasksets are played by {REQUIREMENTS[0]}, not {version}. Add it "
+            f"again with -r '{REQUIREMENTS[0]}'; if its own requirements exclude that, change them in a copy."
         ) from None
     return None
 
@@ -399,18 +397,23 @@ def _check_server(server: Any) -> None:
     """A tool server is a program, `python -m module`; one that ends at once would be waited for for three minutes.
 
     Raises:
-        InvalidRequest: The module does nothing as a program.
+        InvalidRequest: The module does nothing as a program, or its tools would be left out.
     """
     try:
         type(server)._config_cls()
     except TypeError as error:
         raise InvalidRequest(f"verifiers cannot start a tool server: {error}") from error
+    name = type(server).__name__
+    if hasattr(server, "_register") and server.register.__module__.startswith(f"{PACKAGE}."):
+        raise InvalidRequest(
+            f"{name} adds its tools in `_register`, which verifiers calls `register` since 0.3: it would be played "
+            f"without them. Rename that method in {type(server).__module__}."
+        )
     module = sys.modules.get(type(server).__module__)
     file = Path(getattr(module, "__file__", None) or "/")
     if server.config.url or file.name == "__init__.py" or not file.is_file():
         return
     if "__main__" not in file.read_text(errors="replace"):
-        name = type(server).__name__
         raise InvalidRequest(
             f"verifiers starts {name} as a program, but {file.name} runs nothing: end it with "
             f'if __name__ == "__main__": {name}.run()'

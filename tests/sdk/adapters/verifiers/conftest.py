@@ -48,19 +48,30 @@ class Strict(Asking):
         return words
 
 
-class First(Thing):
+class Task(Thing):
     """A task of verifiers."""
 
     NEEDS_CONTAINER = False
 
+    def toolsets(self, config: Any) -> list[Any]:
+        return list(self.served)
 
-class Tasks(list[First]):
+
+class First(Task):
+    """An author's task."""
+
+
+class Taskset(list[Task]):
     """A taskset of verifiers."""
 
-    config = None
+    config: Any = None
 
     def toolsets(self, config: Any) -> list[Any]:
         return []
+
+
+class Tasks(Taskset):
+    """An author's taskset."""
 
 
 class Spec:
@@ -76,7 +87,7 @@ class Spec:
 class Env:
     """An environment of verifiers whose episodes are given."""
 
-    def __init__(self, tasks: Tasks, episodes: list[Any], agents: tuple[str, ...]) -> None:
+    def __init__(self, tasks: Taskset, episodes: list[Any], agents: tuple[str, ...]) -> None:
         self.taskset, self.episodes = tasks, episodes
         self._agent_specs = {name: Spec() for name in agents}
         self._shared_tools: dict[str, Any] = {}
@@ -117,16 +128,16 @@ def open_taskset(stand_in: Callable[..., None], unled: None, monkeypatch: pytest
         agents: tuple[str, ...] = (),
         settings: type[BaseModel] = Config,
         knobs: dict[str, Any] | None = None,
+        task: type[Task] = First,
+        taskset: type[Taskset] = Tasks,
     ) -> OwnLoop:
         hooks = {"reward": list(rewards), "metric": list(metrics)}
         data = Thing(system_prompt=None, prompt="Copy: x", answer="x")
-        first = First(
-            hooks=hooks.get, plugged_judges=lambda: [], toolsets=lambda config: list(tools), config=None, data=data
-        )
+        first = task(hooks=hooks.get, plugged_judges=lambda: [], served=tools, config=None, data=data)
         config = Thing(taskset=Thing(id="copy"), model_copy=lambda update: config)
         loaders = {
-            "taskset_class": lambda taskset: Tasks, "taskset_config_type": lambda taskset: settings,
-            "load_environment": lambda config: Env(Tasks([first]), list(episodes), agents),
+            "taskset_class": lambda name: taskset, "taskset_config_type": lambda taskset: settings,
+            "load_environment": lambda config: Env(taskset([first]), list(episodes), agents),
             "resolve_env_config": lambda given: settings(**given["taskset"]) and config,
             "harness_config_type": lambda harness: Thing(model_validate=lambda given: Thing(**given)),
             "harness_class": lambda harness: Thing(NEEDS_CONTAINER=harness == "boxed"),

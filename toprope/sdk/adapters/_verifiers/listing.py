@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import re
 import tomllib
@@ -20,6 +21,9 @@ REQUIREMENTS = ("verifiers==0.4.*", "uv")
 _TEST = re.compile(r"test_.*|.*_test|tests?|conftest")
 _PROGRAMS = REQUIREMENTS[1:]
 _PACKAGE = "verifiers"
+_BROUGHT = {b"agents": "openai-agents", b"datasets": "datasets", b"requests": "requests"}
+"""Modules that verifiers required before 0.4, and their packages: authors import them without a requirement."""
+_IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
 
 
 def installed(site_packages: Path) -> list[Listed]:
@@ -67,8 +71,21 @@ def more_requirements(place: Path) -> tuple[str, ...]:
     ]
     kinds = {_kind_of(file) for file in files if file.parent.name not in ("tests", "test")}
     if "taskset" in kinds:
-        return _PROGRAMS if _names_verifiers(place) else REQUIREMENTS
+        return (*(_PROGRAMS if _names_verifiers(place) else REQUIREMENTS), *_brought(files))
     return BEFORE if "before" in kinds else ()
+
+
+def _brought(files: Iterable[Path]) -> list[str]:
+    """Return the packages that modules and packages import and verifiers once brought along."""
+    imported: set[bytes] = set()
+    own: set[bytes] = set()
+    for file in files:
+        is_package = file.name == "__init__.py"
+        own.add((file.parent.name if is_package else file.stem).encode())
+        for module in file.parent.rglob("*.py") if is_package else (file,):
+            with contextlib.suppress(OSError):
+                imported.update(_IMPORT.findall(module.read_bytes()))
+    return [package for module, package in _BROUGHT.items() if module in imported - own]
 
 
 def _names_verifiers(folder: Path) -> bool:
