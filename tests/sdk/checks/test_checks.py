@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from toprope.sdk.checks import judge
+from toprope.sdk.checks import judge, probing
 from toprope.sdk.checks.answers import near_miss, probes
 from toprope.sdk.checks.observed import Again, Ended, Observed, Scored, SplitSeen, TaskSeen
 from toprope.sdk.checks.texts import overlap
+from toprope.sdk.errors import WorkerTimeout
 
 
 def seen_with(*scores: Scored, **fields: object) -> Observed:
@@ -162,6 +166,13 @@ def test_judge_names_split_and_process_problems() -> None:
     assert named(seen_with(*SOUND, tasks_s=0.4))["slow"] == "warning"
 
 
+def test_call_that_timed_out_is_told_with_its_limit_and_the_setting_for_it() -> None:
+    for doing, setting in (("tasks", "load_timeout_s"), ("score long", "call_timeout_s")):
+        [hangs] = judge(seen_with(*SOUND, foreign=True, ended=[Ended(doing, True, "reset(seed=7) took 25 s")]))
+        assert f"raise environment.{setting}" in hangs.next
+        assert hangs.what.endswith(f"these calls timed out: {doing} (reset(seed=7) took 25 s).")
+
+
 @pytest.mark.parametrize(
     ("one", "other", "alike"),
     [
@@ -220,3 +231,45 @@ def test_near_miss_and_probes_cover_answer_kinds() -> None:
     several = [p.text for p in probes("What?", "3", ["3", "4", "5"]) if p.kind == "several"]
     assert several == ["4 3 5"]
     assert "reference" not in [probe.kind for probe in probes("What?", None)]
+
+
+class SlowWorker:
+    """A worker that needs some seconds to make the first task, and as many for one of the survey."""
+
+    pid, alive = 0, True
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        self.clock, self.seconds, self.calls = clock, seconds, list[str]()
+
+    async def call(self, op: str, *, timeout: float, **arguments: Any) -> Any:
+        needed = 0.0 if op in self.calls else self.seconds
+        self.calls.append(op)
+        self.clock[0] += min(needed, timeout)
+        if needed > timeout:
+            late = WorkerTimeout(f"The worker did not answer {op!r} within {timeout:g} s and was killed.")
+            late.stderr = "noise\nreset(seed=7) took 9 s"
+            raise late
+        size = {"known": 1, "exhausted": False, "shared": False}
+        if op == "survey":
+            return dict.fromkeys(("train", "validation", "heldout"), size)
+        return size | {"tasks": [{"id": "1", "messages": [], "reference": None}]}
+
+    async def close(self, grace: float = 0.0) -> None: ...
+
+
+@pytest.mark.parametrize(("first_s", "printed"), [(20.0, ""), (5.0, "reset(seed=7) took 9 s")])
+def test_first_tasks_may_take_as_long_as_loading(monkeypatch: pytest.MonkeyPatch, first_s: float, printed: str) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(probing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def opened() -> Any:
+        return SlowWorker(clock, 20.0)
+
+    trial = probing.Trial(opened, call_timeout_s=4.0, until=125.0)
+    asyncio.run(trial.open())
+    asyncio.run(trial.look(limit=9, seconds=1.0, listed={"train": 9, "validation": 9, "heldout": 9}, first_s=first_s))
+    if printed:
+        assert trial.seen.ended[0].said.endswith(f"within 9 s and was killed. It printed last: {printed}")
+    else:
+        assert not trial.seen.ended and trial.seen.splits["heldout"].known == 1
+        assert trial.until == 125.0 + 39.0 and not trial.late and trial.first_s == 39.0

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from toprope.sdk import Environment, Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import configure
+from toprope.sdk.worker import splits as splits_module
 from toprope.sdk.worker.splits import (
     FAMILY_RULE,
     PATIENCE,
@@ -224,6 +226,41 @@ def test_survey_stops_at_limit_or_deadline() -> None:
     late = splits_of(Numbers)
     late.survey(10**9, 0.0)
     assert late.known("train") == 0
+
+
+def test_survey_stops_at_its_deadline_while_it_looks_for_a_task_of_a_rare_split(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(splits_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tasks = [Task(text) for text in map(str, range(200)) if split_of(text) == "train"]
+
+    class Slow(Environment):
+        def tasks(self):
+            for task in tasks:
+                now[0] += 1.0
+                yield task
+
+    splits = splits_of(Slow)
+    splits.survey(5, 3.0)
+    assert now[0] == 3.0 and splits.known("train") == 3
+
+
+def test_tasks_that_turn_out_to_be_slow_are_not_read_to_see_if_there_are_others() -> None:
+    read: list[int] = []
+
+    class Slow(Environment):
+        listed = True
+
+        def tasks(self):
+            for number in count():
+                read.append(number)
+                self.listed = number < 4
+                yield Task(str(number))
+
+    slow = splits_of(Slow)
+    slow.page("train", 0, 1)
+    assert len(read) == 5
+    Slow.listed = False
+    assert contents(slow, 9) == contents(splits_of(Slow), 9)
 
 
 class Rows(Environment):

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from toprope_tools.clients import Client
 from toprope_tools.openings import Caller
+from toprope_tools.planning import environment_check
 from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.planning.environments import describe_environment, list_environments, select_environment
 from toprope_tools.planning.opening import options_of
@@ -163,7 +164,7 @@ def test_loading_outlasts_the_call_that_asked(shop, tmp_path):
 
     made = anyio.run(work)
     assert shop.drafts.get(made.data.draft_id).environment.name == "slow"
-    assert told and told[0][0] > 200 and "Loading slow" in told[0][1]
+    assert told and told[0][0] > 3 * 120 and "Loading slow" in told[0][1]
 
 
 def test_the_preset_says_how_long_loading_may_take(shop, tmp_path):
@@ -176,3 +177,12 @@ def test_the_preset_says_how_long_loading_may_take(shop, tmp_path):
     shop.home.settings_file.write_text("preset: brief\n")
     with pytest.raises(EnvironmentFailed, match="hangs or is slow"):
         do(check_environment, shop, name="slow")
+
+
+def test_check_may_start_load_and_make_the_first_tasks_as_long_as_loading_may_take(shop, monkeypatch):
+    async def opened(*_, limit_s, **__):
+        raise NotPossibleNow(f"{limit_s:.0f} s")
+
+    monkeypatch.setattr(environment_check, "opened", opened)
+    with pytest.raises(NotPossibleNow, match=r"^3[6-9]\d s"):
+        do(check_environment, shop, name="sort_letters")

@@ -243,6 +243,12 @@ def test_describe_refuses_invalid_knobs_and_weights(folder: Path) -> None:
         assert said in str(refusal.value)
 
 
+def test_one_slow_task_does_not_end_the_survey_of_the_others(folder: Path) -> None:
+    slow = TASKS.replace("range(60): ", "range(60):\n            time.sleep(4 * (n == 40)); ")
+    found = described(folder, slow + "    def score(self): return 0.0\n", call_timeout_s=2.0)
+    assert sum(size.known for size in found.splits.values()) == 41
+
+
 def test_describe_passes_given_variables_but_no_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SOME_API_KEY", "UNLISTED"):
         monkeypatch.setenv(name, "canary")

@@ -18,6 +18,7 @@ from toprope.errors import EnvironmentFailed, NotFound, NotPossibleNow
 from toprope.records.run.specification import EnvironmentSource
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.catalog.check import CheckReport, check
+from toprope.workbench.catalog.describe import WorkerOptions
 
 Children = Callable[[], set[int]]
 
@@ -55,6 +56,15 @@ def test_check_passes_sound_environment_and_leaves_no_process(tmp_path: Path, ch
     [again] = seen.again
     assert (again.hash_seed, again.other_tasks, again.other_scores) == ("1", 0, 0) and again.scores > 5
     assert children() == before
+
+
+def test_first_task_may_take_longer_than_a_call_and_is_not_made_again_for_comparison(tmp_path: Path) -> None:
+    slow = HEAD.replace("        for a in", "        time.sleep(3)\n        for a in", 1)
+    (tmp_path / "mine.py").write_text(slow)
+    options = WorkerOptions(call_timeout_s=2.0)
+    report = asyncio.run(check(Catalog([tmp_path]).find("mine"), options, seconds=4.0))
+    assert "hangs" not in flags(report) and report.seen.scores and not report.seen.again
+    assert "another process: loading takes too long" in report.seen.skipped
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ async def check_environment(
         entry,
         lambda: check(entry, options, max_turns=max_turns, full=full, seconds=time_limit_s),
         asked={"check": [full, time_limit_s, max_turns], "section": section.model_dump(mode="json")},
-        limit_s=2 * options.load_timeout_s + time_limit_s + _BEYOND_S,
+        limit_s=3 * options.load_timeout_s + time_limit_s + _BEYOND_S,  # to start, to load, and for the first task
         caller=caller,
         beyond_s=_BEYOND_S,
     )

@@ -65,8 +65,8 @@ async def describe(
         entry,
         lambda: workshop.catalog.describe(entry, options, examples=examples),
         asked={"examples": examples, "knobs": dict(options.knobs)},
-        # The start of the interpreter has the same limit as loading, and examples take calls.
-        limit_s=2 * options.load_timeout_s + 2 * options.call_timeout_s,
+        # The start of the interpreter and the first tasks have the same limit as loading, and examples take calls.
+        limit_s=3 * options.load_timeout_s + 2 * options.call_timeout_s,
         caller=caller,
     )
 

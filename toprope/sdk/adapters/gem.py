@@ -44,6 +44,7 @@ def make(target: str) -> Gymnasium:
     name = f"{PACKAGE}/{target}"
     environment = Gymnasium({"registry": PACKAGE, "id": target, "name": name, "arguments": arguments})
     environment.packages = ("gem-llm",)
+    environment.copied = target.startswith("game:") and _BROWSED not in target  # a game holds all of its state
     return environment
 
 

@@ -42,19 +42,23 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from toprope.sdk.adapters._gymnasium import verifiable
+from toprope.sdk.adapters._gymnasium.games import COMPARED, Games
 from toprope.sdk.adapters._gymnasium.spaces import (
     LARGEST_LIMIT,
     LIMITS,
     UNKNOWN_LIMIT,
     count_of,
     limit_of,
+    messages_of,
     numbers,
     pair_of,
+    parameters_of,
     stepped,
+    takes,
 )
 from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.keys import held
-from toprope.sdk.adapters._shared.listing import Listed, why_not, with_nltk_data
+from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import rows_of
 from toprope.sdk.adapters._shared.user_files import ROWS, UserFile, data_beside, parsed
@@ -71,8 +75,8 @@ _TOLD = ("success", "is_success", "correct", "won")
 _PLAIN = (bool, int, float, str)
 _PLAIN_NAMES = {kind.__name__: kind for kind in _PLAIN}
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_ALIKE = 8
-"""Number of first tasks compared to see if observations tell tasks apart."""
+_FIRST, _QUICK_S = 30, 10.0
+"""Number of first tasks that are read to see if there are others, and the most seconds that this may take."""
 _BASES = {"Env", "BaseTextEnv", "TextEnv"}
 _STEPPING = "BaseRLMEnv"
 """SkyRL-gym's base of environments that only score."""
@@ -84,6 +88,8 @@ class Gymnasium(Environment):
 
     listed = True
     tags = ("gymnasium", "multi-turn")
+    copied = False
+    """Whether copies of its games are games of their own."""
 
     def __init__(self, target: Mapping[str, Any]) -> None:
         self._maker, self._user = _maker(target)
@@ -112,19 +118,17 @@ class Gymnasium(Environment):
             fields = [field.name for field in dataclasses.fields(kind) if field.name in knobs]
             knobs[name] = kind(**{field_name: knobs.pop(field_name) for field_name in fields})
         self._arguments = {**self._fixed, **{name: value for name, value in knobs.items() if value is not None}}
-        self._idle: list[Any] = []
+        self._games = Games(self.name, self._maker, self._arguments, copied=self.copied)
         if self._rows:
             self.max_turns = most or int(self._limit or UNKNOWN_LIMIT)
             return
-        with OwnRandom(0):
-            probe = self._make_game()
+        probe = self._games.first()
         if not callable(getattr(probe, "reset", None)) or not callable(getattr(probe, "step", None)):
             raise LoadError(
                 f"{type(probe).__name__} has no reset and step. An environment with init(prompt) needs rows: give "
                 "`rows` in the target, with a column prompt."
             )
         self._check_actions(probe)
-        self._idle.append(probe)
         drawn = any(self._arguments.get(name, 0) is None for name in LIMITS)  # at each reset
         limits = [limit for _, limit in self._openings] if drawn else [limit_of(probe)]
         self.max_turns = most or int(self._limit or max(limits))
@@ -136,15 +140,21 @@ class Gymnasium(Environment):
         first = [messages for messages, _ in self._openings]
         texts = [_key(messages) for messages in first]
         alike = len(set(texts)) == 1 or self._hides(texts)
+        distinct = set[str]()
         for seed in itertools.count():
-            messages = first[seed] if seed < _ALIKE else self._begin(seed)[0]
+            messages = first[seed] if seed < COMPARED else self._games.begin(seed)[0]
             # If games begin alike, what they hide tells them apart: use seeds as keys.
-            yield Task(messages, data={"seed": seed}, key=f"{_key(messages)} {seed}" if alike else None)
+            task = Task(messages, data={"seed": seed}, key=f"{_key(messages)} {seed}" if alike else None)
+            if seed < _FIRST:
+                distinct.add(task.content)
+                if self._games.seconds >= _QUICK_S and len(distinct) > seed >= COMPARED - 1:
+                    self.listed = False  # the repeats that show that there are few would take minutes
+            yield task
 
     @cached_property
     def _openings(self) -> list[tuple[Messages, int]]:
         """The first messages of the first games, some of which take many seconds to make, and their limits of turns."""
-        return [(messages, limit_of(game)) for messages, game, _ in map(self._begin, range(_ALIKE))]
+        return [(messages, limit_of(game)) for messages, game, _ in map(self._games.begin, range(COMPARED))]
 
     def reset(self, task: Task) -> Messages:
         self._return, self._last = 0.0, 0.0
@@ -155,10 +165,10 @@ class Gymnasium(Environment):
             extras = {**row, **({"max_turns": self._turns} if self._turns else {})}
             self._luck = OwnRandom(f"{self.seed}:{task.id}")
             with self._luck:
-                self._game = self._make_game(extras=extras) if _takes(self._maker, "extras") else self._make_game(**row)
+                self._game = self._games.make(**({"extras": extras} if takes(self._maker, "extras") else row))
                 self._talk, _ = pair_of(self._game.init(copy.deepcopy(task.messages)))
             return as_messages(self._talk, "what init() returned")
-        messages, self._game, self._luck = self._begin(task.data["seed"], keep=True)
+        messages, self._game, self._luck = self._games.begin(task.data["seed"], keep=True)
         return messages
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
@@ -172,11 +182,11 @@ class Gymnasium(Environment):
             self._talk += [{"role": "assistant", "content": text}, *observed]
         self._return, self._last = self._return + reward, reward if done else 0.0
         self._success = next((bool(info[name]) for name in _TOLD if name in info), self._success)
-        return (None if done else _messages(observation, info)), done
+        return (None if done else messages_of(observation, info)), done
 
     def score(self) -> dict[str, float]:
         if not self._rows:
-            self._idle.append(self._game)
+            self._games.give_back(self._game)
         elif callable(getattr(self._game, "close", None)):
             with self._luck:
                 self._game.close()
@@ -188,9 +198,12 @@ class Gymnasium(Environment):
 
     def _hides(self, texts: list[str]) -> bool:
         """Return True if games of these seeds that begin alike differ in what they hide."""
+        states: dict[int, list[dict[str, Any]]] = {}
         for seed, text in enumerate(texts):
             if (earlier := texts.index(text)) < seed:
-                state, again, other = (self._hidden_state(game_seed) for game_seed in (earlier, earlier, seed))
+                if earlier not in states:
+                    states[earlier] = [self._hidden_state(earlier), self._hidden_state(earlier)]
+                (state, again), other = states[earlier], self._hidden_state(seed)
                 for name in state.keys() & other.keys():
                     stores_seed = (state[name], other[name]) == (earlier, seed)  # as Gymnasium's own base does
                     # A counter of resets differs for the same seed, too.
@@ -199,7 +212,7 @@ class Gymnasium(Environment):
         return False
 
     def _hidden_state(self, seed: int) -> dict[str, Any]:
-        game = self._begin(seed)[1]
+        game = self._games.begin(seed, anew=True)[1]
         state = getattr(getattr(game, "unwrapped", game), "__dict__", {})
         return {name: held(value, 4) for name, value in state.items()}
 
@@ -216,32 +229,6 @@ class Gymnasium(Environment):
             reference = truth.get("ground_truth") if isinstance(truth, Mapping) else row.get("answer")
             plain = reference if isinstance(reference, str | int | float) else None
             yield Task(row["prompt"], reference=plain, data={"row": row})
-
-    def _make_game(self, **more: Any) -> Any:
-        options = {**self._arguments, **more}
-        try:
-            return with_nltk_data(lambda: self._maker(**options))
-        except (AssertionError, TypeError, ValueError, LookupError, ImportError) as error:
-            kinds = ", ".join(f"{key}: {type(options[key]).__name__}" for key in sorted(options))  # values may be keys
-            with_these = f" with {kinds}" if options else ""
-            raise LoadError(f"{self.name} is not made{with_these}: {why_not(error)}") from error
-
-    def _begin(self, seed: int, keep: bool = False) -> tuple[Messages, Any, OwnRandom]:
-        """Reset an environment with a seed.
-
-        Returns:
-            The first messages, the environment, and its generator states. It is idle again unless `keep`.
-        """
-        luck = OwnRandom(seed)
-        with luck:
-            game = self._idle.pop() if self._idle else self._make_game()
-            observation, info = pair_of(game.reset(seed=seed) if _takes(game.reset, "seed") else game.reset())
-        messages = _messages(observation, info)
-        if count_of(game) is not None:
-            messages[-1]["content"] += f"\n{numbers(game)}"
-        if not keep:
-            self._idle.append(game)
-        return messages, game, luck
 
     def _action(self, text: str) -> Any:
         """The answer in the form of the action space; None if it names no action."""
@@ -361,7 +348,7 @@ def _knobs(maker: Callable[..., Any], arguments: Mapping[str, Any], *, rows: boo
         ("turns", int, knob(0, ge=0, le=LARGEST_LIMIT, help="most answers; 0: the environment's own limit"))
     ]
     defaults, required = dict(arguments), dict[str, Any]()
-    for parameter in _parameters(maker):
+    for parameter in parameters_of(maker):
         if parameter.default is not parameter.empty:
             defaults.setdefault(parameter.name, parameter.default)
         elif (
@@ -399,7 +386,7 @@ def _configurations(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     """The dataclasses among the types of required arguments, by the argument's name; their fields have defaults or a
     plain type."""
     configurations: dict[str, Any] = {}
-    for parameter in _parameters(maker):
+    for parameter in parameters_of(maker):
         if parameter.default is parameter.empty and parameter.name not in arguments:
             is_union = get_origin(parameter.annotation) in (Union, types.UnionType)
             for kind in get_args(parameter.annotation) if is_union else (parameter.annotation,):
@@ -408,40 +395,6 @@ def _configurations(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> 
                 ):
                     configurations.setdefault(parameter.name, kind)
     return configurations
-
-
-def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
-    for evaluated in (True, False):  # An annotation may be a name that only type checkers import.
-        try:
-            return list(inspect.signature(call, eval_str=evaluated).parameters.values())
-        except Exception:
-            continue
-    return []
-
-
-def _takes(call: Callable[..., Any], name: str) -> bool:
-    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(call))
-
-
-def _messages(observation: Any, info: Mapping[str, Any]) -> Messages:
-    """An observation as messages, between the `prefix` and the `suffix` that GEM gives in the dict."""
-    if isinstance(observation, list) and observation and all(isinstance(message, Mapping) for message in observation):
-        return as_messages(observation, "an observation")
-    text = "\n".join(str(part) for part in (info.get("prefix"), _text(observation), info.get("suffix")) if part)
-    return [{"role": "user", "content": text.strip() or "(nothing)"}]
-
-
-def _text(observation: Any) -> str:
-    if getattr(observation, "ndim", 0) >= 3:
-        raise EnvironmentMistake("The observation is an image, which is not supported.")
-    if hasattr(observation, "tolist"):
-        observation = observation.tolist()
-    if isinstance(observation, Mapping):
-        texts = [observation[name] for name in ("text", "prompt", "observation", "mission") if name in observation]
-        if len(texts) == 1 and isinstance(texts[0], str):
-            return texts[0]
-        return json.dumps(observation, default=str, ensure_ascii=False)
-    return "" if observation is None or observation == [] else str(observation)
 
 
 def _key(messages: Messages) -> str:

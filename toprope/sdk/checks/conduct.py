@@ -21,12 +21,15 @@ def hangs(seen: Observed) -> Finding | None:
     hung, died = [call for call in seen.ended if call.hung], [call for call in seen.ended if not call.hung]
     failures = []
     if hung:
-        failures.append(f"these calls timed out: {', '.join(sorted({call.doing for call in hung}))}")
+        failures.append(
+            f"these calls timed out: {', '.join(sorted({call.doing for call in hung}))} ({cut(hung[0].said)})"
+        )
     if died:
         failures.append(
             f"the process ended during: {', '.join(sorted({call.doing for call in died}))} ({cut(died[0].said)})"
         )
     vital = any(call.doing in ("tasks", "score reference", "open") for call in seen.ended)
+    limit = "load_timeout_s" if any(call.doing in ("tasks", "open") for call in hung) else "call_timeout_s"
     return Finding(
         "hangs",
         "critical" if vital else "warning",
@@ -34,7 +37,7 @@ def hangs(seen: Observed) -> Finding | None:
         "every call ends within environment.call_timeout_s, and none ends the process",
         seen.advice(
             "limit loops and requests",
-            "raise environment.call_timeout_s or environment.memory_mb if it lacks time or memory, or choose another "
+            f"raise environment.{limit} or environment.memory_mb if it lacks time or memory, or choose another "
             "environment",
         )
         + "; a group is lost when its worker ends, and its neighbours are sampled again",

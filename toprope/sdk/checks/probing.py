@@ -69,6 +69,8 @@ class Trial:
         self.until = until
         self.link: WorkerClient | None = None
         self.seen = Observed()
+        self.first_s = 0.0
+        """Seconds that the first tasks took beyond those of the survey."""
         self._spoiled: set[str] = set()
         """Kinds of answers that ended a worker."""
 
@@ -84,23 +86,28 @@ class Trial:
     def late(self) -> bool:
         return time.monotonic() >= self.until
 
-    async def look(self, *, limit: int, seconds: float, listed: dict[str, int]) -> None:
+    async def look(self, *, limit: int, seconds: float, listed: dict[str, int], first_s: float = 0.0) -> None:
         """Generate tasks of every split.
 
         Args:
             limit: Most tasks per split.
             seconds: Time limit.
             listed: Number of tasks to read per split.
+            first_s: Seconds that the first task, and the last one within the time limit, may take beyond the limit of a
+                call; they do not count for the trial.
         """
-        seen = self.seen
-        first_page = await self._ask("tasks", "tasks", split="train", start=0, count=1)
+        seen, asked = self.seen, time.monotonic()
+        first_page = await self._ask("tasks", "tasks", beyond=first_s, split="train", start=0, count=1)
         if first_page is not None:
             seen.splits["train"] = SplitSeen(
                 tasks_of(first_page["tasks"]), first_page["known"], first_page["exhausted"]
             )
         pid = self.link.pid if self.link is not None else 0
         began, used = time.monotonic(), self._busy(pid)
-        sizes = await self._ask("tasks", "survey", beyond=seconds, limit=limit, seconds=seconds)
+        beyond = seconds + (first_s if first_page is not None else 0.0)  # another worker may hang as well
+        sizes = await self._ask("tasks", "survey", beyond=beyond, limit=limit, seconds=seconds)
+        self.first_s = max(0.0, time.monotonic() - asked - seconds)
+        self.until += min(2 * first_s, self.first_s)
         elapsed, worked = time.monotonic() - began, self._busy(pid) - used
         if worked > 0.04 * elapsed:  # Count CPU time, because other processes may load this machine.
             elapsed = min(elapsed, worked)
@@ -248,7 +255,10 @@ class Trial:
         try:
             return await self.link.call(op, timeout=self._timeout + beyond, **arguments)
         except (WorkerTimeout, WorkerDied) as failure:
-            self.seen.ended.append(Ended(doing, isinstance(failure, WorkerTimeout), f"{failure}"[:_LONGEST_SAID]))
+            said, hung = str(failure), isinstance(failure, WorkerTimeout)
+            if hung and (printed := failure.stderr.rpartition("\n")[2].strip()):
+                said += f" It printed last: {printed}"
+            self.seen.ended.append(Ended(doing, hung, said[:_LONGEST_SAID]))
             await self.link.close(grace=0)
             return None
         except WorkerError as error:

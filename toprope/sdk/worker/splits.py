@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import math
 import random
 import time
 from collections import Counter
@@ -123,6 +124,7 @@ class TaskSplits:
         self._repeats = 0
         self.shared = False
         """True if the tasks are so few that every split has all of them."""
+        self._environment = environment
         self._has_own_splits = bool(inspect.signature(environment.tasks).parameters)
         self._maybe_few = bool(environment.listed) and not self._has_own_splits
         self._first_tasks: list[Task] | None = [] if not self._maybe_few else None
@@ -197,7 +199,7 @@ class TaskSplits:
         deadline = time.monotonic() + seconds
         for split in reversed(SPLITS):
             while self.known(split) < limit and not self.exhausted(split) and time.monotonic() < deadline:
-                self._scan(split, self.known(split) + 1)
+                self._scan(split, self.known(split) + 1, deadline)
 
     def _check(self, split: str, index: int) -> None:
         if split not in SPLITS:
@@ -205,14 +207,14 @@ class TaskSplits:
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             raise InvalidRequest(f"The number of a task must be a whole number of at least 0, not {index!r}.")
 
-    def _scan(self, split: str, count: int) -> None:
+    def _scan(self, split: str, count: int, deadline: float = math.inf) -> None:
         if self._has_own_splits:
             self._scan_own(split, count)
             return
         if self._maybe_few:
             self._divide_few()
         tasks = self._tasks_by_split[split]
-        while len(tasks) < count and not self.exhausted(split):
+        while len(tasks) < count and not self.exhausted(split) and time.monotonic() < deadline:
             task = self._streams[split].next()
             if task is None:
                 break
@@ -262,6 +264,8 @@ class TaskSplits:
         while len(self._first_tasks) < FEW and self._repeats < PATIENCE and (task := stream.next()) is not None:
             if self._is_new(_content(task)):
                 self._first_tasks.append(task)
+            if not self._environment.listed:
+                break  # they turned out to be slow
         if not self._are_few(self._first_tasks, least=1):
             return
         by_hash = {self.id_of(task): self._split_by_hash(task) for task in self._first_tasks}

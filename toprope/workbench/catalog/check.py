@@ -152,8 +152,11 @@ class _Check:
         opening: asyncio.Task[EnvironmentWorker] | None = None
         try:
             await trial.open()
-            self._until = trial.until = time.monotonic() + self._seconds
-            await trial.look(limit=form.survey, seconds=form.survey_s, listed=form.listed)
+            trial.until = time.monotonic() + self._seconds
+            await trial.look(
+                limit=form.survey, seconds=form.survey_s, listed=form.listed, first_s=self._options.load_timeout_s
+            )
+            self._until = trial.until
             if self._room_for_another():
                 opening = asyncio.create_task(self._open_worker(_OTHER_HASH_SEED))
             printed = self._printed.bytes
@@ -191,7 +194,7 @@ class _Check:
         return link
 
     def _room_for_another(self) -> bool:
-        return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s) < self._until
+        return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s + self._trial.first_s) < self._until
 
     async def _repeat(self) -> None:
         """Score the same answers repeatedly and measure growth of memory and processes."""

@@ -202,7 +202,7 @@ class Describer:
             if examples:
                 try:
                     scored, score_s = await _examples(link, examples, options)
-                    limit = options.call_timeout_s + _SURVEY_SECONDS
+                    limit = options.call_timeout_s + _SURVEY_SECONDS + options.load_timeout_s  # one task may be slow
                     sizes = await link.survey(_SURVEY_TASKS, _SURVEY_SECONDS, timeout=limit)
                 except WorkerError as failure:
                     if failure.kind != "invalid":

@@ -1,14 +1,28 @@
-"""Read an environment: its longest episode, actions that are numbers, and the results of reset and step."""
+"""Read an environment: its longest episode, actions that are numbers, arguments and results of its calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from toprope.sdk.authoring.environment import finite
+from toprope.sdk.authoring.environment import Messages, as_messages, finite
 from toprope.sdk.errors import EnvironmentMistake
 
-__all__ = ["LARGEST_LIMIT", "LIMITS", "UNKNOWN_LIMIT", "count_of", "limit_of", "numbers", "pair_of", "stepped"]
+__all__ = [
+    "LARGEST_LIMIT",
+    "LIMITS",
+    "UNKNOWN_LIMIT",
+    "count_of",
+    "limit_of",
+    "messages_of",
+    "numbers",
+    "pair_of",
+    "parameters_of",
+    "stepped",
+    "takes",
+]
 
 LIMITS = ("max_turns", "max_steps", "_max_episode_steps", "max_episode_steps")
 """Names of the largest number of steps."""
@@ -66,3 +80,39 @@ def stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
         )
     reward = finite(parts[1], "step() gave the reward")  # clipping would make nan the highest
     return parts[0], reward, bool(parts[2]), parts[3] if isinstance(parts[3], Mapping) else {}
+
+
+def messages_of(observation: Any, info: Mapping[str, Any]) -> Messages:
+    """An observation as messages, between the `prefix` and the `suffix` that GEM gives in the dict."""
+    if isinstance(observation, list) and observation and all(isinstance(message, Mapping) for message in observation):
+        return as_messages(observation, "an observation")
+    text = "\n".join(str(part) for part in (info.get("prefix"), _text(observation), info.get("suffix")) if part)
+    return [{"role": "user", "content": text.strip() or "(nothing)"}]
+
+
+def _text(observation: Any) -> str:
+    if getattr(observation, "ndim", 0) >= 3:
+        raise EnvironmentMistake("The observation is an image, which is not supported.")
+    if hasattr(observation, "tolist"):
+        observation = observation.tolist()
+    if isinstance(observation, Mapping):
+        texts = [observation[name] for name in ("text", "prompt", "observation", "mission") if name in observation]
+        if len(texts) == 1 and isinstance(texts[0], str):
+            return texts[0]
+        return json.dumps(observation, default=str, ensure_ascii=False)
+    return "" if observation is None or observation == [] else str(observation)
+
+
+def parameters_of(call: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function or class; none if it does not tell."""
+    for evaluated in (True, False):  # An annotation may be a name that only type checkers import.
+        try:
+            return list(inspect.signature(call, eval_str=evaluated).parameters.values())
+        except Exception:
+            continue
+    return []
+
+
+def takes(call: Callable[..., Any], name: str) -> bool:
+    """Return True if a call may have an argument of this name."""
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(call))

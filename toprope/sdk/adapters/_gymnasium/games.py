@@ -1,0 +1,132 @@
+"""Games of an environment with `reset` and `step`: made, begun by seeds, reused, and copied if copies are safe."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from toprope.sdk.adapters._gymnasium.spaces import count_of, messages_of, numbers, pair_of, takes
+from toprope.sdk.adapters._shared.listing import why_not, with_nltk_data
+from toprope.sdk.adapters._shared.random_state import OwnRandom
+from toprope.sdk.authoring.environment import Messages
+from toprope.sdk.errors import LoadError
+
+__all__ = ["COMPARED", "Games"]
+
+COMPARED = 8
+"""Number of first games compared to see if observations tell tasks apart."""
+_SLOW_S = 1.0
+"""Seconds from which a game is kept for copies and the log has its time."""
+_KEPT = 64
+"""Number of begun games to keep for copies."""
+
+
+class Games:
+    """The games of one environment.
+
+    Args:
+        name: Of the environment, for errors.
+        maker: Makes a game.
+        arguments: Of the maker.
+        copied: Whether a copy of a game is a game of its own, as it is not if a server holds the game.
+    """
+
+    def __init__(self, name: str, maker: Callable[..., Any], arguments: Mapping[str, Any], *, copied: bool) -> None:
+        self._name, self._maker, self._arguments, self._copied = name, maker, arguments, copied
+        self._idle: list[Any] = []
+        self._made = 0
+        self._kept: dict[int, tuple[Messages, Any, OwnRandom]] = {}
+        self._kept_new: Any = None
+        """A new game, if making one is slow."""
+        self._count = 0
+        self.seconds = 0.0
+        """Seconds that the games took to begin."""
+
+    def make(self, **more: Any) -> Any:
+        """Make a game.
+
+        Raises:
+            LoadError: Its class refuses the arguments.
+        """
+        options = {**self._arguments, **more}
+        try:
+            game = with_nltk_data(lambda: self._maker(**options))
+        except (AssertionError, TypeError, ValueError, LookupError, ImportError) as error:
+            kinds = ", ".join(f"{key}: {type(options[key]).__name__}" for key in sorted(options))  # values may be keys
+            with_these = f" with {kinds}" if options else ""
+            raise LoadError(f"{self._name} is not made{with_these}: {why_not(error)}") from error
+        self._made += 1
+        return game
+
+    def first(self) -> Any:
+        """Make the first game, which then waits to be begun."""
+        began = time.monotonic()
+        with OwnRandom(0):
+            game = self.make()
+        seconds = time.monotonic() - began
+        _tell("making a game", seconds)
+        if seconds >= _SLOW_S:
+            self._kept_new = self._copy(game)
+        self._idle.append(game)
+        return game
+
+    def begin(self, seed: int, *, keep: bool = False, anew: bool = False) -> tuple[Messages, Any, OwnRandom]:
+        """Reset a game with a seed, or copy the kept game of that seed.
+
+        Args:
+            keep: Whether the caller plays the game and gives it back. If not, it must not change it.
+            anew: Whether to reset one in any case.
+
+        Returns:
+            The first messages, the game, and its generator states.
+        """
+        if seed in self._kept and not anew:
+            messages, begun, luck = self._kept[seed]
+            if (game := self._copy(begun) if keep else begun) is not None:
+                return copy.deepcopy(messages), game, copy.copy(luck)
+        luck, began = OwnRandom(seed), time.monotonic()
+        game = self._idle.pop() if self._idle else self._copy(self._kept_new)
+        with luck:
+            if game is None:
+                game = self.make()
+            observation, info = pair_of(game.reset(seed=seed) if takes(game.reset, "seed") else game.reset())
+        seconds = time.monotonic() - began
+        self.seconds, self._count = self.seconds + seconds, self._count + 1
+        messages = messages_of(observation, info)
+        if count_of(game) is not None:
+            messages[-1]["content"] += f"\n{numbers(game)}"
+        if seconds >= _SLOW_S and not anew and (begun := self._copy(game)) is not None:
+            while len(self._kept) >= _KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[seed] = copy.deepcopy(messages), begun, copy.copy(luck)
+        if not keep:
+            first = f" of the first {COMPARED}" if self._count <= COMPARED else ""
+            _tell(f"reset(seed={seed})", seconds, f"; {self._count}{first} games took {self.seconds:.1f} s")
+            self.give_back(game)
+        return messages, game, luck
+
+    def give_back(self, game: Any) -> None:
+        """Take back a game, to be reset for another rollout."""
+        if len(self._idle) < self._made:  # copies would pile up
+            self._idle.append(game)
+
+    def _copy(self, game: Any) -> Any:
+        """Return a copy, or None if copies are not safe or not possible."""
+        if not self._copied or game is None:
+            return None
+        try:
+            return copy.deepcopy(game)
+        except Exception:  # an author's object may raise anything
+            self._copied = False
+            self._kept.clear()
+            self._kept_new = None
+            return None
+
+
+def _tell(what: str, seconds: float, more: str = "") -> None:
+    """Write to the log, whose last line an error shows, what was slow."""
+    if seconds >= _SLOW_S:
+        print(f"{what} took {seconds:.1f} s{more}", file=sys.stderr, flush=True)
