@@ -28,7 +28,7 @@ inheritable descriptors pass through. The guard exits with the component's code,
 A process can escape in these cases only. In a pid namespace: never, because the kernel ends all processes of the
 namespace with its first process. Otherwise, on Linux: a process that outlives a SIGKILL of this guard (the keeper, a
 subreaper too, then kills it), one that gained another user's rights, and one that is stuck in the kernel for longer
-than REAP_LIMIT_S. On macOS, which has no subreaper, a process that left the component's process group (by setsid) and
+than REAP_LIMIT_S. On macOS, which has no subreaper, a process that left the component's process group and
 outlived its parent escapes the guard; the keeper then finds it by its variables, unless it cleared them.
 """
 

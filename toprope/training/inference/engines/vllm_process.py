@@ -240,10 +240,10 @@ class VllmProcess:
                 self.process.wait()
         # Its trackers ignore SIGTERM, and delete shared memory once the processes that used it have ended.
         for trackers in (False, True):
-            for process in self._remaining(trackers):
+            for process in (killed := self._remaining(trackers)):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            psutil.wait_procs(self._remaining(trackers=True), timeout=_TRACKER_S)
+            psutil.wait_procs([*killed, *self._remaining(trackers=True)], timeout=_TRACKER_S)
         self._relay.join(_END_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
@@ -251,10 +251,11 @@ class VllmProcess:
     def _remaining(self, trackers: bool) -> list[psutil.Process]:
         """What is left in the server's process group: its trackers of shared memory, or all others."""
         found = []
-        for process in psutil.process_iter():
+        for pid in psutil.pids():
             with suppress(psutil.Error, OSError):
                 # The session tells it from a later group of an equal number.
-                if os.getpgid(process.pid) == self.process.pid and os.getsid(process.pid) == os.getsid(0):
+                if os.getpgid(pid) == self.process.pid and os.getsid(pid) == os.getsid(0):
+                    process = psutil.Process(pid)
                     if any("resource_tracker" in word for word in process.cmdline()) == trackers:
                         found.append(process)
         return found
