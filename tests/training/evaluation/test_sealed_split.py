@@ -208,8 +208,9 @@ def test_games_that_ask_for_no_answer_are_measured(tmp_path):
         summary = await evaluator.evaluate_validation("step-5", 2)
         assert summary["accuracy"] == 1.0 and summary["policy_version"] is None
         outcome = Outcome(0.0, error="boom")
-        with pytest.raises(ComponentFailed, match="the first: boom"):
+        with pytest.raises(ComponentFailed, match="the first: boom") as failed:
             await evaluator.evaluate_validation("step-6", 2)
+        assert "check_environment" in failed.value.hint  # where the text is not sealed
 
     play(tmp_path, "1", work)
 

@@ -356,7 +356,7 @@ def _oldest_version(groups: list[SampledGroup]) -> int | None:
     if not versions and all(errors):
         raise ComponentFailed(
             f"None of the {len(groups)} tasks could be sampled; the first: {errors[0] if errors else None}",
-            hint="describe_environment shows what the environment asks; policy.max_context is the room there is.",
+            hint="check_environment shows the errors of training tasks; policy.max_context is the room for a prompt.",
         )
     return min(versions, default=None)
 
