@@ -45,6 +45,8 @@ class Adapter:
     module: ModuleType | None = None
     former: tuple[str, ...] = ()
     """Packages of earlier versions that do as well."""
+    optional: tuple[str, ...] = ()
+    """Requirements in `more_requirements` that an interpreter of the owner may lack."""
     for_standalone: tuple[str, ...] = ()
     """Requirements of environments that do not need its package."""
 
@@ -118,6 +120,7 @@ def adapters() -> list[Adapter]:
                     description=first_line(module.__doc__),
                     package=str(getattr(module, "PACKAGE", "") or ""),
                     former=_texts(getattr(module, "FORMER", ())),
+                    optional=_texts(getattr(module, "OPTIONAL", ())),
                     for_standalone=_texts(getattr(module, "FOR_STANDALONE", ())),
                     requirements=_texts(getattr(module, "REQUIREMENTS", ())),
                     extras=dict(getattr(module, "EXTRAS", {})),

@@ -349,8 +349,22 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
     )
     (tasks / "helper.py").write_text("import datasets\n")
     assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, "openai-agents", "datasets")
-    (tasks / "agents.py").write_text("")
-    assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, "datasets"), "agents is its own"
+    for own in ("agents.py", "lib/agents.py", "lib/agents/web.py"):
+        (tasks / own).parent.mkdir(parents=True, exist_ok=True)
+        (tasks / own).write_text("")
+        assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, "datasets"), "agents is its own"
+        (tasks / own).unlink()
+    (tasks / "tasks" / "tests").mkdir()
+    for used, text in {
+        "tasks/tests/__init__.py": "import requests\n",
+        "test_tasks.py": "import requests\n",
+        "tasks/words.py": '"""\nfrom agents import x\n"""\nfrom . import requests\n',
+        "tasks/search.py": "try:\n    import requests\nexcept* ImportError:\n    from agents import x\n",
+    }.items():
+        (tasks / used).write_text(text)
+    assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, "datasets")
+    (tasks / "helper.py").write_text("import os, requests\n")
+    assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, "requests")
     assert verifiers.more_requirements(tmp_path / "projects" / "loads")[0] == "verifiers<0.2"
     (tmp_path / "echo_env").mkdir()
     (tmp_path / "echo_env" / "openenv.yaml").write_text('name: "echo"\napp: server.app:app\n')

@@ -26,7 +26,7 @@ from typing import Any
 
 from toprope.sdk.adapters._verifiers.harness import FULL, HARNESS, client_config, register_harness, sessions_server
 from toprope.sdk.adapters._verifiers.judges import lead_to_judge, rollout_of
-from toprope.sdk.adapters._verifiers.listing import REQUIREMENTS, declared, installed, more_requirements
+from toprope.sdk.adapters._verifiers.listing import OPTIONAL, REQUIREMENTS, declared, installed, more_requirements
 from toprope.sdk.adapters._verifiers.load_environment import (
     TURNS,
     LoadedEnvironment,
@@ -44,7 +44,7 @@ from toprope.sdk.authoring.knobs import EMPTY, allows_null, may_come_of_empty
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
 
-__all__ = ["PACKAGE", "REQUIREMENTS", "Verifiers", "declared", "installed", "make", "more_requirements"]
+__all__ = ["OPTIONAL", "PACKAGE", "REQUIREMENTS", "Verifiers", "declared", "installed", "make", "more_requirements"]
 
 PACKAGE = "verifiers"
 _OTHER = "other"
@@ -403,8 +403,10 @@ def _check_server(server: Any) -> None:
         type(server)._config_cls()
     except TypeError as error:
         raise InvalidRequest(f"verifiers cannot start a tool server: {error}") from error
-    name = type(server).__name__
-    if hasattr(server, "_register") and server.register.__module__.startswith(f"{PACKAGE}."):
+    kind, name = type(server), type(server).__name__
+    members = (getattr(kind, member, None) for member in dir(kind))
+    has_tools = any(callable(member) and hasattr(member, "tool") for member in members)  # marked by `@vf.tool`
+    if hasattr(kind, "_register") and not has_tools and kind.register.__module__.startswith(f"{PACKAGE}."):
         raise InvalidRequest(
             f"{name} adds its tools in `_register`, which verifiers calls `register` since 0.3: it would be played "
             f"without them. Rename that method in {type(server).__module__}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace as Thing
 from typing import Any
@@ -53,8 +53,11 @@ class Task(Thing):
 
     NEEDS_CONTAINER = False
 
-    def toolsets(self, config: Any) -> list[Any]:
-        return list(self.served)
+    served: Sequence[Any] = ()
+
+    @classmethod
+    def toolsets(cls, config: Any) -> list[Any]:
+        return list(cls.served)
 
 
 class First(Task):
@@ -66,7 +69,8 @@ class Taskset(list[Task]):
 
     config: Any = None
 
-    def toolsets(self, config: Any) -> list[Any]:
+    @classmethod
+    def toolsets(cls, config: Any) -> list[Any]:
         return []
 
 
@@ -133,7 +137,8 @@ def open_taskset(stand_in: Callable[..., None], unled: None, monkeypatch: pytest
     ) -> OwnLoop:
         hooks = {"reward": list(rewards), "metric": list(metrics)}
         data = Thing(system_prompt=None, prompt="Copy: x", answer="x")
-        first = task(hooks=hooks.get, plugged_judges=lambda: [], served=tools, config=None, data=data)
+        monkeypatch.setattr(Task, "served", tools)
+        first = task(hooks=hooks.get, plugged_judges=lambda: [], config=None, data=data)
         config = Thing(taskset=Thing(id="copy"), model_copy=lambda update: config)
         loaders = {
             "taskset_class": lambda name: taskset, "taskset_config_type": lambda taskset: settings,

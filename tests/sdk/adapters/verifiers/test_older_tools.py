@@ -40,11 +40,11 @@ class Other(Lookup):
     """Another tool server."""
 
 
-def of_task(settings: type[BaseModel], **members: Any) -> list[Any]:
+def of_task(settings: type[BaseModel], name: str = "Author", base: type = Task, **members: Any) -> list[Any]:
     """Return the tool servers of a task that has these members."""
-    kind: Any = type("Author", (Task,), members)
+    kind: Any = type(name, (base,), members)
     adopt_tools(kind, "Task")
-    task = kind(config=settings(), served=["today's"])
+    task = kind(config=settings())
     servers: list[Any] = task.toolsets(task.config)
     return servers
 
@@ -85,6 +85,23 @@ def test_each_tool_server_gets_the_setting_of_its_type() -> None:
 
 
 def test_what_names_its_tools_as_today_or_has_none_is_left_alone() -> None:
-    assert of_task(Setting, tools=()) == of_task(Setting, tools=({"name": "x"},)) == ["today's"]
+    for tools in ((), ({"name": "x"},), (dict, Setting)):
+        assert of_task(Setting, served=["today's"], tools=tools) == ["today's"]
     own = of_task(Setting, tools=(Lookup,), toolsets=classmethod(lambda cls, config: ["own"]))
     assert own == ["own"]
+
+
+def test_authors_may_call_their_class_as_verifiers_does() -> None:
+    [server] = of_task(Setting, "Task", tool_servers=lambda self: [Lookup(Setting())])
+    assert type(server) is Lookup
+    one = Setting(url="http://one/mcp")
+    [server] = of_task(Setting, "Task", tools=(Lookup,), server_config=lambda self, server: one)
+    assert server.config is one
+    assert of_task(Setting, "Task", tools=(Lookup,), toolsets=classmethod(lambda cls, config: ["own"])) == ["own"]
+
+
+def test_tools_of_a_task_of_verifiers_are_served_beside_the_authors() -> None:
+    harbor = type("HarborTask", (Task,), {"toolsets": classmethod(lambda cls, config: ["harbor's"])})
+    harbor.__module__ = "verifiers.v1.tasksets.harbor.taskset"
+    first, server = of_task(Setting, base=harbor, tools=(Lookup,))
+    assert first == "harbor's" and type(server) is Lookup

@@ -316,10 +316,13 @@ def test_verifiers_refuses_tool_server_that_is_not_a_program(
 def test_verifiers_refuses_a_tool_server_that_would_have_no_tools(open_taskset: Callable[..., OwnLoop]) -> None:
     base: Any = type("Toolset", (), {"register": lambda self, mcp: None, "_config_cls": classmethod(lambda cls: None)})
     base.register.__module__ = "verifiers.v1.mcp.toolset"
-    server = type("Lookup", (base,), {"_register": lambda self, mcp: None})()
-    server.config = Thing(url="http://x/mcp")
+    before = {"_register": lambda self, mcp: None, "config": Thing(url="http://x/mcp")}
+
+    def search(self: Any) -> None:
+        """A tool of today."""
+
+    search.tool = True  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequest, match="Lookup adds its tools in `_register`"):
-        open_taskset(tools=[server])
-    server = type("Own", (type(server),), {"register": lambda self, mcp: self._register(mcp)})()
-    server.config = Thing(url="http://x/mcp")
-    open_taskset(tools=[server])
+        open_taskset(tools=[type("Lookup", (base,), before)()])
+    for today in ({"register": lambda self, mcp: self._register(mcp)}, {"search": search}):
+        open_taskset(tools=[type("Lookup", (base,), before | today)()])

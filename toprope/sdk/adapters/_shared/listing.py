@@ -5,6 +5,7 @@ An adapter module declares:
     REQUIREMENTS = ("verifiers==0.4.*",)      pip requirements of a separate interpreter
     PACKAGE = "verifiers"                     package that must be importable there
     FORMER = ("verifiers_v0",)                packages of earlier versions that do as well
+    OPTIONAL = ("datasets",)                  those of more_requirements that an owner's interpreter may lack
     FOR_STANDALONE = ("uvicorn",)             requirements of environments that do not need the package
     PYTHON = ">=3.12"                         Python that it is better run by, if the machine has one
     URLS_ALONE = True                         servers by address need no such interpreter

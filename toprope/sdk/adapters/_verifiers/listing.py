@@ -13,17 +13,18 @@ from pathlib import Path
 
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._verifiers.load_environment import BEFORE
-from toprope.sdk.discovery import assignments, first_line, literal, parse
+from toprope.sdk.discovery import assignments, first_line, imports_in, literal, parse, searched
 
-__all__ = ["REQUIREMENTS", "declared", "installed", "more_requirements"]
+__all__ = ["OPTIONAL", "REQUIREMENTS", "declared", "installed", "more_requirements"]
 
 REQUIREMENTS = ("verifiers==0.4.*", "uv")
 _TEST = re.compile(r"test_.*|.*_test|tests?|conftest")
 _PROGRAMS = REQUIREMENTS[1:]
 _PACKAGE = "verifiers"
-_BROUGHT = {b"agents": "openai-agents", b"datasets": "datasets", b"requests": "requests"}
+_BROUGHT = {"agents": "openai-agents", "datasets": "datasets", "requests": "requests"}
 """Modules that verifiers required before 0.4, and their packages: authors import them without a requirement."""
-_IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
+OPTIONAL = tuple(_BROUGHT.values())
+"""Requirements told from imports alone: tasks may be played without them."""
 
 
 def installed(site_packages: Path) -> list[Listed]:
@@ -71,21 +72,36 @@ def more_requirements(place: Path) -> tuple[str, ...]:
     ]
     kinds = {_kind_of(file) for file in files if file.parent.name not in ("tests", "test")}
     if "taskset" in kinds:
-        return (*(_PROGRAMS if _names_verifiers(place) else REQUIREMENTS), *_brought(files))
+        return (*(_PROGRAMS if _names_verifiers(place) else REQUIREMENTS), *_brought(place, files))
     return BEFORE if "before" in kinds else ()
 
 
-def _brought(files: Iterable[Path]) -> list[str]:
-    """Return the packages that modules and packages import and verifiers once brought along."""
-    imported: set[bytes] = set()
-    own: set[bytes] = set()
+def _brought(place: Path, files: Iterable[Path]) -> list[str]:
+    """Return the packages that modules and packages of a project import and verifiers once brought along.
+
+    Names of the project's own modules and folders, and imports of its tests, do not count.
+    """
+    own: set[str] = set()
+    for folder, modules in searched(place):
+        if any(folder.glob("*.py")):
+            own.update(folder.relative_to(place).parts, (module.stem for module in modules))
+    imported: set[str] = set()
     for file in files:
-        is_package = file.name == "__init__.py"
-        own.add((file.parent.name if is_package else file.stem).encode())
-        for module in file.parent.rglob("*.py") if is_package else (file,):
-            with contextlib.suppress(OSError):
-                imported.update(_IMPORT.findall(module.read_bytes()))
+        for module in file.parent.rglob("*.py") if file.name == "__init__.py" else (file,):
+            if {"test", "tests"}.isdisjoint(module.relative_to(place).parts) and not _TEST.fullmatch(module.stem):
+                with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+                    tree = _WithoutTry().visit(parse(module))
+                    imported |= {name.partition(".")[0] for level, name in imports_in(tree) if not level}
     return [package for module, package in _BROUGHT.items() if module in imported - own]
+
+
+class _WithoutTry(ast.NodeTransformer):
+    """Removes what authors try, since they can do without."""
+
+    def visit_Try(self, node: ast.AST) -> None:
+        return None
+
+    visit_TryStar = visit_Try
 
 
 def _names_verifiers(folder: Path) -> bool:

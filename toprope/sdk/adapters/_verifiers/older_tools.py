@@ -19,29 +19,35 @@ def adopt_tools(kind: Any, base: str) -> None:
 
     Args:
         kind: The author's class.
-        base: The class of verifiers from which it derives: `Task` or `Taskset`.
+        base: The class of verifiers from which it derives: `Task` or `Taskset`. Authors call theirs so, too.
     """
     lineage = kind.__mro__
-    depth = next(number for number, ancestor in enumerate(lineage) if ancestor.__name__ == base)
-    own = {name for ancestor in lineage[:depth] for name in vars(ancestor)}
+    depth = max(number for number, ancestor in enumerate(lineage) if ancestor.__name__ == base)
+    authors = [ancestor for ancestor in lineage[:depth] if not ancestor.__module__.startswith("verifiers.")]
+    own = {name for ancestor in authors for name in vars(ancestor)}
     if "toolsets" in own or not ("tool_servers" in own or _declared(kind)):
         return
     lineage[depth].tool_servers, lineage[depth].server_config = _tool_servers, _server_config
-    kind.toolsets = _OfInstance()
+    kind.toolsets = _WithOlder(kind.toolsets)
 
 
-class _OfInstance:
-    """`toolsets` of an instance. A class has none: verifiers asks it only if a tunnel is needed."""
+class _WithOlder:
+    """`toolsets` with an instance's tool servers. A class lacks them: verifiers asks it about tunnels only."""
+
+    def __init__(self, inherited: Callable[[Any], list[Any]]) -> None:
+        self._inherited = inherited
 
     def __get__(self, thing: Any, owner: type) -> Callable[[Any], list[Any]]:
-        return lambda config: [] if thing is None else list(thing.tool_servers())
+        return lambda config: [*self._inherited(config), *(() if thing is None else thing.tool_servers())]
 
 
 def _declared(kind: type) -> tuple[Any, ...]:
     """Return the classes of tool servers in `tools`, which may hold something else today."""
     tools = getattr(kind, "tools", ())
-    classes = isinstance(tools, tuple | list) and all(isinstance(tool, type) for tool in tools)
-    return tuple(tools) if classes else ()
+    are_servers = isinstance(tools, tuple | list) and all(
+        isinstance(tool, type) and hasattr(tool, "_config_cls") for tool in tools
+    )
+    return tuple(tools) if are_servers else ()
 
 
 def _tool_servers(self: Any) -> list[Any]:
