@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from toprope.errors import EnvironmentFailed
+from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.settings.owner import Home
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.interpreters.adding import Interpreters, Order
@@ -46,3 +48,14 @@ def test_folder_of_tasks_is_added_without_what_cannot_be_installed(
     assert placed == [("six", "pytest", "no-wheel"), ("six",)] and "pytest, no-wheel" in said[0]
     with pytest.raises(EnvironmentFailed):
         made(home)._place_or_fall_back(Order(str(tmp_path)), target, said.append)
+
+
+def test_given_python_may_lack_what_only_imports_tell(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("pyyaml\n")
+    module = types.SimpleNamespace(more_requirements=lambda place: ("tinygame",))
+    needed = Adapter("games", "", module=module)  # type: ignore[arg-type]
+    order = Order(str(tmp_path), name="tasks", python=sys.executable)
+    with pytest.raises(InvalidValue, match="does not hold what tasks needs: tinygame"):
+        Interpreters(home, lambda: [needed]).add(order)
+    told = replace(needed, optional=("tinygame",))
+    assert Interpreters(home, lambda: [told]).add(order).added.requirements == ["pyyaml"]

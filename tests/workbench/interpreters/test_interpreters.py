@@ -250,6 +250,8 @@ def test_failed_install_names_requirement_and_leaves_nothing(home: Home, wheels:
          "these package versions have conflicting dependencies.", "any version of a[x]", "Fix the requirement"),
         (" error: subprocess-exited-with-error\nERROR: Failed to build 'ft' when building", "ft", ""),
         ("ERROR: Package 'nemo' requires a different Python: 3.11.7 not in '>=3.12'", "nemo", "--base"),
+        ("WARNING: Retrying: Name or service not known\nERROR: Package 'nemo' requires a different Python: 3.11 not in "
+         "'>=3.12'", "nemo", "--base"),
         ("ERROR: Could not install: [Errno 28] No space left on device", "", "prune"),
         ("WARNING: Temporary failure in name resolution\nERROR: No matching distribution found for y", "y", "network"),
         ("  × No solution found when resolving dependencies:\n  ╰─▶ Because zz was not found in the package registry "
@@ -314,7 +316,8 @@ def test_gpu_torch_is_installed_only_on_request(tmp_path: Path, monkeypatch: pyt
     uv = tmp_path / "bin" / "uv"
     uv.parent.mkdir()
     uv.write_text(
-        '#!/bin/sh\nread -r constraint < constraints.txt\necho "$constraint" >> asked\necho torch==2 > resolved\n'
+        '#!/bin/sh\n[ "$2" = install ] && exit\n'
+        'read -r constraint < constraints.txt\necho "$constraint" >> asked\necho torch==2 > resolved\n'
         'case "$constraint" in *+cpu) ;; *) echo nvidia-cublas-cu12==1 >> resolved ;; esac\n'
     )
     uv.chmod(0o755)

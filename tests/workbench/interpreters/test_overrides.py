@@ -76,11 +76,11 @@ def test_uv_is_installed_for_a_project_whose_overrides_pip_cannot_take(
             Installer(tmp_path / "venv", commands).resolve("it", wanted)
 
 
-def test_uv_asks_where_pip_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_asks_where_pip_would(tmp_path: Path) -> None:
     program, place, log = tmp_path / "pip", tmp_path / "uv", tmp_path / "log"
     program.write_text(
         """#!/bin/sh
-case "$1" in install) mkdir -p "$TMPDIR/uv/bin"; touch "$TMPDIR/uv/bin/uv"; exit ;; esac
+case "$1" in install) mkdir -p uv/bin; touch uv/bin/uv; exit ;; esac
 cat <<'END'
 :env:.index-url='https://me:secret@four.example/simple'
 freeze.find-links='/elsewhere'
@@ -95,7 +95,6 @@ END
 """
     )
     program.chmod(0o755)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     told = fetched_uv([str(program)], place, Commands(log, timeout_s=60))
     assert told == [str(place / "bin" / "uv"), f"--config-file={tmp_path / 'uv.toml'}", "--constraint=/c.txt"]
     assert tomllib.loads((tmp_path / "uv.toml").read_text()) == {

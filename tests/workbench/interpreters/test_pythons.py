@@ -20,8 +20,8 @@ from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted
 from toprope.workbench.interpreters.naming import target_of
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.pythons import chosen_python, fitting_python, with_skipped
-from toprope.workbench.interpreters.words import OtherPythonNeeded, failure, pythons_required
+from toprope.workbench.interpreters.pythons import chosen_python, fitting_python, pythons_in_log
+from toprope.workbench.interpreters.words import OtherPythonNeeded, failure, missing_python, pythons_required
 
 OWN = sys.version_info.minor
 BACKTRACKING = "INFO: pip is still looking at multiple versions of trl to determine which version is compatible."
@@ -75,8 +75,10 @@ def test_oldest_python_that_is_asked_for_is_found(pythons: Callable[[str], str])
     assert fitting(both) == pythons(f"3.{OWN + 3}.2")
     only = f"we only found wheels for `x` (v1.0) with the following Python ABI tags: `cp3{OWN + 3}`, `cp3{OWN + 4}`"
     assert fitting(only) == pythons(f"3.{OWN + 3}.2")
+    for words in (f"x==1.0 requires Python >=3.{OWN + 1}, <4.0", f"1.0 Requires-Python >= 3.{OWN + 1}"):
+        assert fitting(words) == newer
     required = [SpecifierSet(f">=3.{OWN + 1}")]
-    assert fitting_python(required, [newer]) == pythons(f"3.{OWN + 3}.2"), "the other one failed"
+    assert fitting_python(required, [(3, OWN + 2, 5)]) == pythons(f"3.{OWN + 3}.2"), "the other one failed"
     games = Adapter("games", "", "tinyrules", ("tinyrules",), python=f">=3.{OWN + 1}")
     assert (chosen_python(games), chosen_python(adapter("any", "x"))) == (newer, None)
     assert chosen_python(Adapter("games", "", python=f">=3.{OWN}")) is None
@@ -102,6 +104,76 @@ def test_packages_get_the_pythons_that_they_require_in_turn(
     with pytest.raises(EnvironmentFailed, match="does not satisfy") as refusal:
         Interpreters(home).add(Order("tinymore"))
     assert f">=3.{OWN + 3}" in refusal.value.hint and f"uv python install 3.{OWN + 3}" in refusal.value.hint
+
+
+def test_python_that_an_ecosystem_prefers_gives_way_to_what_packages_and_script_require(
+    home: Home, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pythons: Callable[[str], str],
+    made: list[str | None],
+) -> None:  # fmt: skip
+    newer, newest = pythons(f"3.{OWN + 2}.5"), pythons(f"3.{OWN + 3}.2")
+    games = Adapter("games", "", "tinyrules", ("tinyrules",), python=f">=3.{OWN + 1}")
+    refused, resolved = {newer: f"<3.{OWN + 1}"}, Installer.resolve
+
+    def resolve(self: Installer, what: str, wanted: Wanted) -> list[Pin]:
+        if made[-1] in refused:
+            raise failure(
+                what, [f"Package 'x' requires a different Python: 3 not in '{refused[made[-1]]}'"], offline=False
+            )
+        return resolved(self, what, wanted)
+
+    monkeypatch.setattr(Installer, "resolve", resolve)
+    Interpreters(home, lambda: [games]).add(Order("games"))
+    assert made == [newer, sys.executable]
+    with pytest.raises(OtherPythonNeeded):
+        Interpreters(home, lambda: [games]).add(Order("games", name="b", wanted=Wanted((), base=newer)))
+    made.clear()
+    script = tmp_path / "game.py"
+    script.write_text(f'# /// script\n# requires-python = ">=3.{OWN + 1}"\n# dependencies = ["tinymore"]\n# ///\n')
+    with pytest.raises(EnvironmentFailed) as refusal:
+        Interpreters(home, lambda: []).add(Order(str(script)))
+    assert made == [newer] and f"<3.{OWN + 1},>=3.{OWN + 1}" in refusal.value.hint
+    assert "no single Python fits" in refusal.value.hint
+    refused[newer] = f"!=3.{OWN + 2}.*"
+    Interpreters(home, lambda: []).add(Order(str(script)))
+    assert made[1:] == [newer, newest]
+
+
+def test_missing_python_is_named_to_its_patch() -> None:
+    for required, named in (
+        ("==3.12", "3.12.0"),
+        ("==3.12.4", "3.12.4"),
+        (">=3.12,<3.12.5", "3.12.4"),
+        (">3.12", "3.12"),
+    ):
+        assert f"uv python install {named}`" in missing_python([SpecifierSet(required)])
+    old = [SpecifierSet(f"<3.{minor}") for minor in range(6, 11)]
+    assert "Python >=3.12:" in missing_python([*old, SpecifierSet(">=3.12")])
+
+
+def test_script_without_dependencies_gets_its_python(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pythons: Callable[[str], str], made: list[str | None]
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    script = tmp_path / "game.py"
+    script.write_text(f'# /// script\n# requires-python = ">=3.{OWN + 1}"\n# ///\n')
+    outcome = Interpreters(home, lambda: []).add(Order(str(script)))
+    assert made == [pythons(f"3.{OWN + 2}.5")] and outcome.made is not None and not outcome.own
+    script.write_text("")
+    assert Interpreters(home, lambda: []).add(Order(str(script), name="b")).own
+
+
+def test_offline_reuses_only_environments_of_a_fitting_python(
+    home: Home, quick: None, tmp_path: Path, pythons: Callable[[str], str], made: list[str | None]
+) -> None:
+    here, script, offline = Interpreters(home, lambda: []), tmp_path / "game.py", Wanted((), offline=True)
+    first = here.add(Order("tinyrules"))  # in Toprope's own Python
+    script.write_text(f'# /// script\n# requires-python = "<3.{OWN + 1}"\n# dependencies = ["tinyrules"]\n# ///\n')
+    assert here.add(Order(str(script), wanted=offline)).shared and len(made) == 1
+    script.write_text(script.read_text().replace("<", ">="))
+    assert here.add(Order(str(script), wanted=offline)).added.lock == first.added.lock  # of the same stand-in
+    assert made[1:] == [pythons(f"3.{OWN + 2}.5")], "it was not taken at once"
+    here.add(Order("tinyrules", name="b", wanted=Wanted((), offline=True, base=pythons(f"3.{OWN + 3}.2"))))
+    assert made[2:] == [pythons(f"3.{OWN + 3}.2")]
 
 
 def test_python_of_a_script_is_chosen_before_anything_is_resolved(
@@ -154,9 +226,12 @@ def test_versions_of_other_packages_do_not_count(tmp_path: Path) -> None:
         f"Skipping link: none of the wheel's tags (cp314-abi3-{platform}, cp315-cp315-win32) are compatible (run pip "
         "debug --verbose to show compatible tags): file:///w/harbor_x-0.1-cp314-abi3-linux.whl\n"
     )
-    required = pythons_required("\n".join(with_skipped(printed, log)))
-    assert required == [SpecifierSet(">=3.13"), SpecifierSet(">=3.14")]
-    assert with_skipped(printed, "") == printed and with_skipped(printed[:1], log) == printed[:1]
+    assert pythons_in_log(printed, log) == [SpecifierSet(">=3.13"), SpecifierSet(">=3.14")]
+    assert pythons_in_log(printed, "") is None and pythons_in_log(printed[:1], log) is None
+    missing = [printed[0], "ERROR: No matching distribution found for typo-of-x"]
+    assert isinstance(failure("it", missing, offline=False), OtherPythonNeeded)
+    error = failure("it", missing, offline=False, required=pythons_in_log(missing, log))
+    assert not isinstance(error, OtherPythonNeeded) and "2.5" not in error.message
 
 
 class Recorded(Commands):
@@ -174,7 +249,7 @@ class Recorded(Commands):
             program.parent.mkdir(parents=True, exist_ok=True)
             program.touch()
         if "compile" in text and not code:
-            (cwd / "resolved").write_text("trl==1.16\n")
+            (cwd / "resolved").write_text("trl==1.16\n" + "\n".join(lines))
         return code, lines
 
 
@@ -185,6 +260,8 @@ class Recorded(Commands):
         ("ERROR: ResolutionImpossible", 0, "No solution found: 3.11.7 does not satisfy Python>=3.12",
          ["--dry-run until", "--target", "compile"], "3.12"),
         (BACKTRACKING, 1, "", ["--dry-run until", "--target", "--dry-run"], "still looking"),
+        (BACKTRACKING, 0, "uv cannot be started: Permission denied.",
+         ["--dry-run until", "--target", "compile", "--dry-run"], "still"),
         (BACKTRACKING, 0, "error: certificate", ["--dry-run until", "--target", "compile", "--dry-run"], "still"),
         ("ERROR: No matching distribution found for trl", 0, "", ["--dry-run until"], "No matching"),
     ],
@@ -210,23 +287,67 @@ def test_command_ends_after_a_line(tmp_path: Path) -> None:
     code, lines = commands.run(["sh", "-c", "echo one; echo two; sleep 600"], tmp_path, "two")
     assert (code, lines) == (-9, ["one", "two"])
     assert commands.run(["echo", "one"], tmp_path, "two") == (0, ["one"])
+    code, [said] = commands.run([str(tmp_path)], tmp_path)
+    assert code and "cannot be started: Permission denied" in said
 
 
-def test_unreachable_index_of_torch_is_named_before_anything_is_resolved_with_it(
+def test_killed_command_leaves_its_temporary_files_in_the_folder_of_the_log(tmp_path: Path) -> None:
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    _, [place] = Commands(aside / "log", timeout_s=60).run(["sh", "-c", "mktemp; sleep 600"], tmp_path, "/")
+    assert Path(place).is_relative_to(aside) and Path(place).exists()
+
+
+def test_environment_gets_pip_although_uv_was_fetched_for_an_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("toprope.workbench.interpreters.installing._has_pip", lambda: False)
+    commands = Recorded(tmp_path / "log", timeout_s=60)
+    commands.asked, commands.answers = [], {"--without-pip": (0, []), "-m venv": (0, [])}
+    installer = Installer(tmp_path / "venv", commands)
+    installer._uv, installer._of_pip, installer._pip_alone = "uv", ["--config-file=x"], True
+    installer.make(None)
+    assert commands.asked == ["-m venv"] and not installer._pip_alone
+
+
+NVIDIA = "nvidia-cublas-cu12==1"
+
+
+@pytest.mark.parametrize("with_uv", [False, True], ids=["pip", "uv in its place"])
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("WARNING: Temporary failure in name resolution", r"download\.pytorch\.org/whl/cpu could not be reached"),
+        ("ERROR: No matching distribution found for torch", r"download\.pytorch\.org/whl/cpu does not have it"),
+        ("error: invalid peer certificate", "The installer printed:\nerror: invalid peer certificate"),
+        ("", ""),
+    ],
+)
+def test_index_of_torch_is_asked_before_anything_is_resolved_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, told: str, with_uv: bool
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("importlib.metadata.distributions", lambda: [])  # Toprope itself has no GPU build
     monkeypatch.setattr("toprope.workbench.interpreters.installing.own_torch", lambda: "2.13.0+cpu")
     commands = Recorded(tmp_path / "log", timeout_s=60)
     commands.asked = []
-    commands.answers = {"--retries=1": (1, ["WARNING: Temporary failure in name resolution"]), "--report": (0, [])}
+    commands.answers = {
+        "--no-deps torch==2.13.0+cpu": (int(bool(said)), [said]),
+        "--report": (int(with_uv), [BACKTRACKING]),
+        "--target": (0, []),
+        "compile": (0, [NVIDIA, "torchvision==1"]),
+    }
     installer = Installer(tmp_path / "venv", commands)
-    installer.make = lambda base: None  # type: ignore[method-assign]
     monkeypatch.setattr(Installer, "python", sys.executable)
-    monkeypatch.setattr(
-        "toprope.workbench.interpreters.installing._pins_of_pip", lambda out: [Pin("nvidia-cublas-cu12", "x==1")]
-    )
-    with pytest.raises(EnvironmentFailed, match=r"download\.pytorch\.org/whl/cpu could not be reached"):
-        installer.resolve("it", Wanted(("torch",)))
-    assert commands.asked == ["--report until", "--retries=1"]
+    found = [Pin("nvidia-cublas-cu12", NVIDIA), Pin("torchvision", "torchvision==1")]
+    monkeypatch.setattr("toprope.workbench.interpreters.installing._pins_of_pip", lambda out: found)
+    wanted = Wanted(("torch",), left_out=frozenset({"torchvision"}))
+    before = ["--report until", "--target", "compile"] if with_uv else ["--report until"]
+    if told:
+        with pytest.raises(EnvironmentFailed, match=told):
+            installer.resolve("it", wanted)
+        assert commands.asked == [*before, "--no-deps torch==2.13.0+cpu"]
+    else:
+        assert "torchvision" not in {pin.name for pin in installer.resolve("it", wanted)}
+        assert commands.asked == [*before, "--no-deps torch==2.13.0+cpu", before[-1]]

@@ -118,7 +118,10 @@ class Interpreters:
             target = replace(target, name=name, requirements=tuple(dict.fromkeys(requirements)))
             if target.requirements:
                 theirs = ecosystem_requirements(target, self._adapters())
-                target = replace(target, requirements=(*target.requirements, *self._more(target.path), *theirs))
+                owned = order.python is not None
+                optional = {line for adapter in self._adapters() if owned for line in adapter.optional}
+                more = [line for line in self._more(target.path) if line not in optional]
+                target = replace(target, requirements=(*target.requirements, *more, *theirs))
             # Install it, and again with what only its installed packages tell.
             target, outcome = self._place_or_fall_back(order, target, progress)
             if outcome.made is not None and (more := self._more(outcome.added.site_packages)):
@@ -238,15 +241,15 @@ class Interpreters:
             if inside.parent == self.store.path and self.store.made(inside.name) is not None:  # one of the store
                 return self._of_store(brought, inside.name, shared=True)
             return Outcome(brought)
-        if not requirements:
+        fits = fits_own(specifiers_of(target.python))
+        if not requirements and fits:
             return Outcome(added, own=True)
         own_packages = known_interpreters({})[0].site_packages
         listed = target.kind != "packages" or target.adapter is not None
-        own_will_do = listed and not order.isolated and fits_own(specifiers_of(target.python))
-        if own_will_do and satisfied(requirements, own_packages):
+        if listed and fits and not order.isolated and satisfied(requirements, own_packages):
             return Outcome(added, own=True)
         wanted = order.wanted.of(requirements, target.adapter, target.python)
-        if wanted.offline and (digest := self._find_satisfying(requirements)) is not None:
+        if wanted.offline and (digest := self._find_satisfying(wanted)) is not None:
             return self._of_store(added, digest, shared=True)
         with self.store.aside() as aside:
             commands = Commands(aside / "log", timeout_s=_LONGEST_S, heard=telling(progress))
@@ -340,10 +343,14 @@ class Interpreters:
                 requirements += about(adapter, folder)
         return requirements
 
-    def _find_satisfying(self, requirements: Sequence[str]) -> str | None:
+    def _find_satisfying(self, wanted: Wanted) -> str | None:
+        owned = looked_at(wanted.base).what if wanted.base else None
         for digest in self.store.digests():
-            site = site_packages_of(self.store.python(digest))
-            if site is not None and self.store.made(digest) and satisfied(requirements, site):
+            made, site = self.store.made(digest), site_packages_of(self.store.python(digest))
+            if made is None or site is None or owned not in (None, made.python):
+                continue
+            fits = owned or specifiers_of(wanted.script_python).contains(made.python.split()[1], prereleases=True)
+            if fits and satisfied(wanted.requirements, site):
                 return digest
         return None
 

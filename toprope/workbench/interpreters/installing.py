@@ -26,12 +26,20 @@ from toprope.workbench.adapters import Adapter
 from toprope.workbench.interpreters.left_out import copy_left_out, files_of, local_path
 from toprope.workbench.interpreters.overrides import overrides
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.pythons import chosen_python, fitting_python, looked_at, with_skipped
+from toprope.workbench.interpreters.pythons import (
+    chosen_python,
+    fitting_python,
+    looked_at,
+    pythons_in_log,
+    specifiers_of,
+)
 from toprope.workbench.interpreters.uv_for_pip import fetched_uv
-from toprope.workbench.interpreters.words import NO_NETWORK, OtherPythonNeeded, excerpt, failure
+from toprope.workbench.interpreters.words import NO_NETWORK, OtherPythonNeeded, excerpt, failure, missing_python
 
 _BACKTRACKING = "pip is still looking at multiple versions"
 """pip's words after it rejected eight versions of a package; it may try hundreds, each downloaded."""
+_NO_SUCH_VERSION = ("No matching distribution found", "No solution found")
+"""Words of pip and uv."""
 _TORCH_INDEX = "https://download.pytorch.org/whl/"
 
 
@@ -50,7 +58,11 @@ class Wanted:
     torch: str = "own"
     """`own` (the version that Toprope runs), `any`, or a version."""
     base: str | None = None
-    """Python that creates the environment; Toprope's own if None."""
+    """The owner's Python that creates the environment."""
+    chosen: str | None = None
+    """Python that creates it without `base`, unless packages require another; Toprope's own if None."""
+    script_python: str = ""
+    """`requires-python` of the script."""
     left_out: frozenset[str] = frozenset()
     """Packages that are resolved and not installed."""
     prepare: Callable[[Path], None] | None = None
@@ -62,7 +74,8 @@ class Wanted:
         Raises:
             EnvironmentFailed: See `chosen_python`.
         """
-        return replace(self, requirements=tuple(requirements), base=self.base or chosen_python(adapter, python))
+        chosen = None if self.base else chosen_python(adapter, python)
+        return replace(self, requirements=tuple(requirements), chosen=chosen, script_python=python)
 
 
 @dataclass(frozen=True)
@@ -108,7 +121,8 @@ class Installer:
         Raises:
             EnvironmentFailed: The Python cannot create one.
         """
-        needs_pip = not self._uv and not _has_pip()
+        self._pip_alone = False
+        needs_pip = not _has_pip() and not shutil.which("uv")  # a fetched uv may fail
         command = [base or sys.executable, "-I", "-m", "venv", *([] if needs_pip else ["--without-pip"])]
         code, lines = self._commands.run([*command, str(self._venv)], self._venv.parent)
         if code:
@@ -123,16 +137,20 @@ class Installer:
         Raises:
             EnvironmentFailed: See `make` and `resolve`.
         """
-        python, tried = wanted.base, list[str]()
+        python, tried = wanted.base or wanted.chosen, list[tuple[int, ...]]()
+        required = [specifiers_of(wanted.script_python)]
         while True:
             self.make(python)
             try:
                 return self.resolve(name, wanted)
             except OtherPythonNeeded as failed:
-                tried.append(python or sys.executable)
-                python = fitting_python(failed.required, tried) if wanted.base is None else None
-                if python is None:
+                if wanted.base is not None:
                     raise
+                tried.append(looked_at(python or sys.executable).version)
+                required = list(dict.fromkeys(one & other for one in required for other in failed.required))
+                python = fitting_python(required, tried)
+                if python is None:
+                    raise EnvironmentFailed(failed.message, hint=missing_python(required)) from None
                 progress(f"it requires {python}")
                 shutil.rmtree(self._venv)
 
@@ -147,7 +165,7 @@ class Installer:
         constraint = "" if wanted.torch == "any" or (wanted.torch == "own" and not version) else f"torch=={public}"
         if wanted.torch not in ("own", "any"):
             constraint = f"torch=={wanted.torch}"
-        pins = [pin for pin in self._resolve(name, wanted, constraint) if pin.name.lower() not in wanted.left_out]
+        pins = self._resolve(name, wanted, constraint)
         if wanted.torch != "own" or not _for_gpus(pins) or _for_gpus(_own_pins()):
             return pins
         flavour = version.partition("+")[2]
@@ -184,12 +202,16 @@ class Installer:
     def _require_torch(self, name: str, wanted: Wanted, build: str, index: str) -> None:
         """Check that there is this build: pip would ask a host that it cannot reach again for each package."""
         if self._uv:
-            return
-        command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--no-deps", "--retries=1", build]
-        code, lines = self._commands.run([*command, "--progress-bar=off", *self._sources(wanted)], self._venv.parent)
+            command = [self._uv, "pip", "install", "--dry-run", "--python", self.python]
+        else:
+            command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--retries=1", "--progress-bar=off"]
+        code, lines = self._commands.run([*command, "--no-deps", build, *self._sources(wanted)], self._venv.parent)
         if code:
-            version = ".".join(map(str, looked_at(self.python).version[:2]))
-            missing = "could not be reached" if NO_NETWORK.search("\n".join(lines)) else "does not have it"
+            said, version = "\n".join(lines), ".".join(map(str, looked_at(self.python).version[:2]))
+            unreachable = NO_NETWORK.search(said)
+            if not unreachable and not any(sign in said for sign in _NO_SUCH_VERSION):
+                raise failure(name, lines, offline=False)
+            missing = "could not be reached" if unreachable else "does not have it"
             raise EnvironmentFailed(
                 f"{name} requires torch: {build} for Python {version}, and {index} {missing}. Nothing was installed.",
                 hint="Check the network; --extra-index-url names another index, --torch any accepts a GPU build "
@@ -216,10 +238,10 @@ class Installer:
         if code and self._switch_installer(wanted, lines):
             return self._resolve(name, wanted, constraint)
         if code:
-            if log.is_file():
-                lines = with_skipped(lines, log.read_text("utf-8", "replace"))
-            raise failure(name, lines, offline=wanted.offline, constraint=constraint)
-        return _pins_of_uv(out) if self._uv else _pins_of_pip(out)
+            required = pythons_in_log(lines, log.read_text("utf-8", "replace")) if log.is_file() else None
+            raise failure(name, lines, offline=wanted.offline, constraint=constraint, required=required)
+        pins = _pins_of_uv(out) if self._uv else _pins_of_pip(out)
+        return [pin for pin in pins if pin.name.lower() not in wanted.left_out]
 
     def _switch_installer(self, wanted: Wanted, lines: Sequence[str]) -> bool:
         """Go on with uv if pip cannot take a project's overrides or finds no versions that agree; False otherwise.

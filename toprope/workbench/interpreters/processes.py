@@ -15,6 +15,7 @@ from toprope.errors import EnvironmentFailed
 from toprope.sdk.worker.client import worker_environment
 
 _LOOK_S = 0.25
+_NOT_STARTED = 127
 _DISTURBING = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONPATH", "PYTHONHOME")
 _INSTALLERS = ("PIP_", "UV_")
 
@@ -34,7 +35,7 @@ class Commands:
     """Runs commands in sequence.
 
     Args:
-        log: File for all output.
+        log: File for all output; its folder also holds the commands' temporary files.
         timeout_s: Seconds for all commands together.
         heard: Called with each output line.
         surroundings: Returns the environment variables.
@@ -61,20 +62,22 @@ class Commands:
             until: The command is killed after a line with this text; none if empty.
 
         Raises:
-            EnvironmentFailed: It cannot start, or the time limit was reached.
+            EnvironmentFailed: The time limit was reached.
         """
+        temporary = self._log.parent / "tmp"  # removed with the log, also if the command is killed
+        temporary.mkdir(exist_ok=True)
         try:
             process = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env=self._surroundings(),
+                env={**self._surroundings(), "TMPDIR": str(temporary)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
-            raise EnvironmentFailed(f"{command[0]} cannot be started: {error.strerror or error}.") from None
+            return _NOT_STARTED, [f"{command[0]} cannot be started: {error.strerror or error}."]
         try:
             lines = self._listen(process, command, until)
             if until and lines and until in lines[-1]:

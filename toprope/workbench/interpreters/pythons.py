@@ -21,17 +21,15 @@ from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.sdk.worker.client import worker_environment
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.words import OLDEST, excerpt, missing_python
+from toprope.workbench.interpreters.words import NEWEST_MINOR, OLDEST, excerpt, missing_python
 
 _MISSING = re.compile(r"No matching distribution found for (?P<requirement>[^\n]+?)\s*(?:\(|$)", re.MULTILINE)
-_IGNORED = "Ignored the following versions that require a different"
 _LINK = re.compile(
     r"(?:different Python \([\d.]+ not in: '(?P<python>[^']+)'\)|the wheel's tags \((?P<tags>[^)]+)\)[^:]*): "
     r"\S*/(?P<file>[^/\s#]+)"
 )
 """A file of an index that pip did not consider, in its log."""
 _TAG = re.compile(r"cp3(?P<minor>\d+)-(?P<abi>\w+)-(?P<platform>[\w.]+)")
-_NEWEST_MINOR = 20
 _LOOK_S, _EACH_S = 60.0, 20.0
 _IMPORT_S = 180.0
 _LOOK = (
@@ -75,39 +73,33 @@ def fits_own(specifiers: SpecifierSet) -> bool:
     return _text(sys.version_info[:3]) in specifiers
 
 
-def fitting_python(required: Sequence[SpecifierSet], tried: Collection[str] = ()) -> str | None:
+def fitting_python(required: Sequence[SpecifierSet], tried: Collection[tuple[int, ...]] = ()) -> str | None:
     """Return the oldest Python of this machine that is asked for; None if there is no such one.
 
-    Looks in PATH and where pyenv and uv keep theirs.
+    Looks at Toprope's own, in PATH, and where pyenv and uv keep theirs.
 
     Args:
         required: Pythons that will do.
-        tried: Paths of Pythons whose versions failed.
+        tried: Versions that failed.
     """
-    if not required:
-        return None
-    versions = []
-    for python in (*tried, *_pythons()):
+    fitting = []
+    for python in (sys.executable, *_pythons()) if required else ():
         with contextlib.suppress(InvalidValue):  # it does not run, as pyenv's stand-ins do not
-            versions.append((looked_at(python, _EACH_S).version, python))
-    failed = {version for version, python in versions if python in tried}
-    fitting = [
-        (version, python)
-        for version, python in versions
-        if version >= OLDEST and version not in failed and any(_text(version) in one for one in required)
-    ]
+            version = looked_at(python, _EACH_S).version
+            if version >= OLDEST and version not in tried and any(_text(version) in one for one in required):
+                fitting.append((version, python))
     return min(fitting)[1] if fitting else None
 
 
-def with_skipped(lines: Sequence[str], log: str) -> list[str]:
-    """Return what pip printed, with the Pythons that the requirement at fault is there for, as pip's log has them.
+def pythons_in_log(lines: Sequence[str], log: str) -> list[SpecifierSet] | None:
+    """Return the Pythons that the requirement at fault is there for, as pip's log has them; None if none is at fault.
 
     pip prints them for all packages that it met, and for those with wheels of other Pythons not at all.
     """
     missing = _MISSING.search("\n".join(lines))
     name = missing and re.match(r"[\w.-]+", missing["requirement"])
-    if not missing or not name:
-        return list(lines)
+    if not missing or not name or not log:
+        return None
     versions = specifiers_of(re.sub(r"\[[^]]*\]|;.*", "", missing["requirement"])[name.end() :].strip())
     required: list[str] = []
     for match in _LINK.finditer(log):
@@ -117,11 +109,7 @@ def with_skipped(lines: Sequence[str], log: str) -> list[str]:
         with contextlib.suppress(ValueError):  # a version from before the syntax of today
             if versions.contains(distribution["version"], prereleases=True):
                 required += [match["python"]] if match["python"] else _pythons_of_tags(match["tags"])
-    if not required:
-        return list(lines)
-    found = "; ".join(f"Requires-Python {one}" for one in dict.fromkeys(required))
-    others = [line for line in lines if _IGNORED not in line]
-    return [f"ERROR: Other Pythons can have {missing['requirement']}: {found}", *others]
+    return [specifiers_of(one) for one in dict.fromkeys(required)]
 
 
 def _pythons_of_tags(tags: str) -> list[str]:
@@ -137,7 +125,7 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 def _pythons() -> Iterator[str]:
-    for minor in range(OLDEST[1], _NEWEST_MINOR):
+    for minor in range(OLDEST[1], NEWEST_MINOR):
         if minor != sys.version_info[1] and (python := shutil.which(f"python3.{minor}")):
             yield python
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"

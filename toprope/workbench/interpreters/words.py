@@ -12,11 +12,15 @@ from toprope.errors import EnvironmentFailed
 
 OLDEST = (3, 11)
 """Oldest Python that environments run in."""
-_NEWEST_MINOR = 20
-_SPECIFIER = r"[<>=!~][^\s'\";,]*(?:,\s*[<>=!~][^\s'\";,]*)*"
-_REQUIRED = re.compile(rf"(?:satisfy Python|Requires-Python|not in:? ')\s*(?P<specifier>{_SPECIFIER})")
+NEWEST_MINOR = 20
+_SPECIFIER = r"[<>=!~]{1,3}\s*\d[\w.*]*"
+_REQUIRED = re.compile(
+    r"(?:(?:satisfy|requires) Python|Requires-Python|not in:? ')\s*"
+    rf"(?P<specifier>{_SPECIFIER}(?:\s*,\s*{_SPECIFIER})*)"
+)
 _TAGS = re.compile(r"following Python \w+ tags?: (?P<tags>[^\n]+)")
 """uv's list of the Pythons that a package has wheels for."""
+_ANY_PATCH = 99
 _LONGEST = 900
 NO_NETWORK = re.compile(
     r"Failed to establish a new connection|Name or service not known|Temporary failure in name resolution|"
@@ -43,7 +47,10 @@ _WHICH = (
 )
 _VERSIONS = re.compile(r"(?P<name>[\w.\-\[\]]+)==[^\s,]+(?:(?:,| and|, and) (?P=name)==[^\s,]+){2,}")
 """pip's list of all versions of one package that it tried."""
-_NOISE = re.compile(r"^\s*(WARNING: Retrying|Looking in|Requirement already|\[notice\]|Using cached|Downloading|$)")
+_RETRYING = "WARNING: Retrying"
+_OF_ALL = "Ignored the following versions that require a different"
+"""pip's list of the Pythons that all packages which it met require."""
+_NOISE = re.compile(rf"^\s*({_RETRYING}|Looking in|Requirement already|\[notice\]|Using cached|Downloading|$)")
 
 
 class OtherPythonNeeded(EnvironmentFailed):
@@ -63,7 +70,7 @@ def pythons_required(printed: str) -> list[SpecifierSet]:
     required: dict[SpecifierSet, None] = {}
     for match in _REQUIRED.finditer(printed):
         with contextlib.suppress(InvalidSpecifier):
-            required[SpecifierSet(match["specifier"].rstrip(",.;)"))] = None
+            required[SpecifierSet(match["specifier"].rstrip("."))] = None
     for match in _TAGS.finditer(printed):
         required |= {SpecifierSet(f"==3.{minor}.*"): None for minor in re.findall(r"`cp3(\d+)`", match["tags"])}
     return list(required)
@@ -71,14 +78,17 @@ def pythons_required(printed: str) -> list[SpecifierSet]:
 
 def missing_python(required: Sequence[SpecifierSet]) -> str:
     """Return the hint that names the Python to install."""
-    wanted = " or ".join(str(specifiers) for specifiers in required[:4])
-    minors = (f"3.{minor}" for minor in range(OLDEST[1], _NEWEST_MINOR))
-    first = next((text for text in minors if any(one.contains(f"{text}.99") for one in required)), None)
-    if first is None:
-        return f"It requires Python {wanted}, and environments need 3.11 or newer: choose another version of it."
+    minors = [f"3.{minor}" for minor in range(OLDEST[1], NEWEST_MINOR)]
+    for version in (f"{minor}.{patch}" for minor in minors for patch in (_ANY_PATCH, *reversed(range(40)))):
+        if fitting := [str(one) for one in required if one.contains(version)]:
+            return (
+                f"It requires Python {' or '.join(fitting[:4])}: install one (`uv python install "
+                f"{version.removesuffix(f'.{_ANY_PATCH}')}`) and repeat this; --base names one that is not found."
+            )
+    wanted = " or ".join(map(str, required[:4]))
     return (
-        f"It requires Python {wanted}: install one (`uv python install {first}`) and repeat this; --base names one "
-        "that is not found."
+        f"It requires Python {wanted}, and environments need 3.11 or newer: no single Python fits, so choose another "
+        "version of it."
     )
 
 
@@ -92,7 +102,14 @@ def excerpt(lines: Sequence[str]) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def failure(name: str, lines: Sequence[str], *, offline: bool, constraint: str = "") -> EnvironmentFailed:
+def failure(
+    name: str,
+    lines: Sequence[str],
+    *,
+    offline: bool,
+    constraint: str = "",
+    required: Sequence[SpecifierSet] | None = None,
+) -> EnvironmentFailed:
     """Return the error for a failed installer.
 
     Args:
@@ -100,18 +117,23 @@ def failure(name: str, lines: Sequence[str], *, offline: bool, constraint: str =
         lines: Output of the installer.
         offline: True if it ran without an index.
         constraint: The pin of torch in force, with which others may conflict.
+        required: Pythons for the requirement at fault; what was printed of other packages does not count then.
     """
+    if required is not None:
+        lines = [line for line in lines if _OF_ALL not in line]
     text = _VERSIONS.sub(r"any version of \g<name>", "\n".join(lines))
     which = next((match["what"].strip() for pattern in _WHICH if (match := re.search(pattern, text, re.MULTILINE))), "")
     message = f"{name} was not installed and nothing was kept."
     if which:
         message = f"{name} was not installed, because of the requirement {which}; nothing was kept."
+    message = f"{message} The installer printed:\n{excerpt(lines)}"
+    required = required or pythons_required(text)
+    last_words = "\n".join(line for line in lines if not line.startswith(_RETRYING))  # pip goes on with other indexes
     hint = "Fix the requirement, or give another with --requirement."
     if "No space left on device" in text:
         hint = "The disk is full: make room (toprope prune) and add it again."
-    elif (required := pythons_required(text)) and (offline or not NO_NETWORK.search(text)):
-        printed = f"{message} The installer printed:\n{excerpt(lines)}"
-        return OtherPythonNeeded(printed, required, hint=missing_python(required))
+    elif required and (offline or not NO_NETWORK.search(last_words)):
+        return OtherPythonNeeded(message, required, hint=missing_python(required))
     elif offline:
         hint = "--offline uses only --find-links and the installer's cache: omit it, or name a folder."
     elif host := _NO_HOST.search(text):
@@ -120,7 +142,7 @@ def failure(name: str, lines: Sequence[str], *, offline: bool, constraint: str =
         hint = "No package index was reached: check the network, or give --offline --find-links FOLDER."
     elif constraint and "torch" in text and ("conflict" in text or "unsatisfiable" in text):
         hint = f"torch is pinned to Toprope's own version ({constraint}); --torch any removes the pin (gigabytes)."
-    return EnvironmentFailed(f"{message} The installer printed:\n{excerpt(lines)}", hint=hint)
+    return EnvironmentFailed(message, hint=hint)
 
 
 def progress_of(line: str) -> str:
