@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 __all__ = [
+    "OURS",
     "EnvironmentMistake",
     "Failure",
     "InvalidRequest",
@@ -113,6 +114,10 @@ class MissingKnobs(InvalidRequest):
 
 class EnvironmentMistake(SdkError):
     """The environment's code violates the contract of the SDK."""
+
+
+OURS = "[toprope] "
+"""Begins a line that an adapter prints for findings, which holds no text of the environment."""
 
 
 class WorkerFailure(SdkError):

@@ -11,18 +11,20 @@ import pytest
 
 from toprope.sdk.adapters._gymnasium import games
 from toprope.sdk.adapters.gymnasium import Gymnasium
+from toprope.sdk.errors import OURS
 from toprope.sdk.rollouts import Rollout, configure
 from toprope.sdk.worker.splits import SPLITS, TaskSplits
 
 ROOMS = """
 import random
-from stand_in_clock import tick
+from stand_in_clock import now, tick
 
 class Rooms:
     "Leave a room."
     max_turns = 5
 
-    def __init__(self, doors: int = 10**6, lock: bool = False):
+    def __init__(self, doors: int = 10**6, lock: bool = False, timed: bool = False, levels: int = 0):
+        self.timed, self.levels = timed, levels
         self.lock = (n for n in ()) if lock else None  # which cannot be copied
         tick("make")
         self.doors = doors
@@ -30,7 +32,10 @@ class Rooms:
     def reset(self, seed=None):
         tick("reset")
         self.resets = getattr(self, "resets", 0) + 1  # which differs for one seed, too
+        self.began = int(now()) if self.timed else 0
         self.trace, self.random = [random.randrange(self.doors)], random.Random()
+        if self.levels:
+            self.trace = [seed % self.levels]
         return f"Room {self.trace[0]}"
 
     def step(self, action):
@@ -43,12 +48,15 @@ class Clock:
     """Time that passes in the games' calls only, and the number of those calls."""
 
     def __init__(self, seconds: float, making: float) -> None:
-        self.now, self.seconds = 0.0, {"reset": seconds, "make": making}
+        self.passed, self.seconds = 0.0, {"reset": seconds, "make": making}
         self.calls = {"make": 0, "reset": 0}
 
     def tick(self, call: str) -> None:
-        self.now += self.seconds[call]
+        self.passed += self.seconds[call]
         self.calls[call] += 1
+
+    def now(self) -> float:
+        return self.passed
 
 
 @pytest.fixture
@@ -58,7 +66,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def open_(seconds: float, making: float = 0.0, copied: bool = False, **knobs: object) -> tuple[Gymnasium, Clock]:
         clock = Clock(seconds, making)
         monkeypatch.setitem(sys.modules, "stand_in_clock", clock)
-        monkeypatch.setattr(games, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        monkeypatch.setattr(games, "time", SimpleNamespace(monotonic=clock.now))
         file = tmp_path / f"rooms{len(list(tmp_path.iterdir()))}.py"
         file.write_text(ROOMS)
         environment = Gymnasium({"file": str(file), "class": "Rooms"})
@@ -90,16 +98,21 @@ def test_first_task_of_slow_games_takes_few_of_them(opened) -> None:
     quick_splits = TaskSplits(quick)
     quick_task = quick_splits.id_of(quick_splits.get("train", 0)[0])
     assert clock.calls["reset"] == 30, "to see if there are others"
-    slow, clock = opened(25.0)
+    slow, clock = opened(25.0, copied=True)
     splits = TaskSplits(slow)
     assert splits.id_of(splits.get("train", 0)[0]) == quick_task and clock.calls["reset"] == 8
     assert ids(slow, 9) == ids(quick, 9)
 
 
-def test_few_slow_games_fill_every_split(opened) -> None:
-    few, clock = opened(2.0, doors=6)
-    for split in SPLITS:
-        assert TaskSplits(few).page(split, 0, 1)
+def test_time_does_not_decide_the_splits_of_games_that_may_be_few(opened) -> None:
+    for knobs in ({"levels": 8}, {"levels": 12}, {"levels": 29}, {"doors": 6}, {"doors": 6, "copied": True}):
+        quick, slow = (ids(opened(seconds, **knobs)[0], 30) for seconds in (0.1, 25.0))
+        assert slow == quick and all(quick)
+
+
+def test_time_that_a_game_keeps_hides_nothing(opened) -> None:
+    environment, clock = opened(0.4, doors=2, timed=True)
+    assert {task.key for task in itertools.islice(environment.tasks(), 8)} == {None}
 
 
 def test_states_of_games_that_begin_alike_are_compared_once(opened) -> None:
@@ -144,9 +157,7 @@ def test_log_says_what_was_slow(opened, capsys: pytest.CaptureFixture[str]) -> N
     environment, _ = opened(25.0, making=25.0)
     list(itertools.islice(environment.tasks(), 9))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "making a game took 25.0 s"
-    assert lines[-2] == "reset(seed=7) took 25.0 s; 8 of the first 8 games took 200.0 s"
-    assert lines[-1] == "reset(seed=8) took 25.0 s; 9 games took 225.0 s"
+    assert lines[0] == f"{OURS}making a game took 25.0 s" and lines[-1] == f"{OURS}reset(seed=8) took 25.0 s"
 
 
 def test_games_of_gem_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

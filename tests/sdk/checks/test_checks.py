@@ -13,7 +13,7 @@ from toprope.sdk.checks import judge, probing
 from toprope.sdk.checks.answers import near_miss, probes
 from toprope.sdk.checks.observed import Again, Ended, Observed, Scored, SplitSeen, TaskSeen
 from toprope.sdk.checks.texts import overlap
-from toprope.sdk.errors import WorkerTimeout
+from toprope.sdk.errors import OURS, WorkerTimeout
 
 
 def seen_with(*scores: Scored, **fields: object) -> Observed:
@@ -171,6 +171,9 @@ def test_call_that_timed_out_is_told_with_its_limit_and_the_setting_for_it() -> 
         [hangs] = judge(seen_with(*SOUND, foreign=True, ended=[Ended(doing, True, "reset(seed=7) took 25 s")]))
         assert f"raise environment.{setting}" in hangs.next
         assert hangs.what.endswith(f"these calls timed out: {doing} (reset(seed=7) took 25 s).")
+    [hangs] = judge(seen_with(*SOUND, foreign=True, ended=[Ended(doing, True, "") for doing in ("tasks", "solve")]))
+    assert "raise environment.call_timeout_s, environment.load_timeout_s or" in hangs.next
+    assert "within environment.load_timeout_s" in hangs.threshold and "environment.call_timeout_s" in hangs.threshold
 
 
 @pytest.mark.parametrize(
@@ -234,42 +237,69 @@ def test_near_miss_and_probes_cover_answer_kinds() -> None:
 
 
 class SlowWorker:
-    """A worker that needs some seconds to make the first task, and as many for one of the survey."""
+    """A worker that needs some seconds to make the first tasks, which are 9, and as many for one of the survey."""
 
     pid, alive = 0, True
 
-    def __init__(self, clock: list[float], seconds: float) -> None:
-        self.clock, self.seconds, self.calls = clock, seconds, list[str]()
+    def __init__(self, clock: list[float], seconds: float, prints: str) -> None:
+        self.clock, self.seconds, self.prints, self.calls = clock, seconds, prints, list[str]()
 
     async def call(self, op: str, *, timeout: float, **arguments: Any) -> Any:
-        needed = 0.0 if op in self.calls else self.seconds
-        self.calls.append(op)
+        known = op == "survey" and not arguments["seconds"]
+        needed = 0.0 if op in self.calls or known else self.seconds
+        if not known:
+            self.calls.append(op)
         self.clock[0] += min(needed, timeout)
         if needed > timeout:
             late = WorkerTimeout(f"The worker did not answer {op!r} within {timeout:g} s and was killed.")
-            late.stderr = "noise\nreset(seed=7) took 9 s"
+            late.stderr = f"noise\n{self.prints}"
             raise late
-        size = {"known": 1, "exhausted": False, "shared": False}
+        size = {"known": 3, "exhausted": False, "shared": False}
         if op == "survey":
-            return dict.fromkeys(("train", "validation", "heldout"), size)
+            more = size if known else size | {"known": 4}
+            return {"train": more, "validation": size, "heldout": size}
         return size | {"tasks": [{"id": "1", "messages": [], "reference": None}]}
 
     async def close(self, grace: float = 0.0) -> None: ...
 
 
-@pytest.mark.parametrize(("first_s", "printed"), [(20.0, ""), (5.0, "reset(seed=7) took 9 s")])
-def test_first_tasks_may_take_as_long_as_loading(monkeypatch: pytest.MonkeyPatch, first_s: float, printed: str) -> None:
+@pytest.mark.parametrize(
+    ("extra_s", "prints", "printed"),
+    [
+        (40.0, "", ""),
+        (5.0, f"{OURS}reset(seed=7) took 9 s", " It printed last: reset(seed=7) took 9 s"),
+        (5.0, "The answer is 12.", ""),
+    ],
+)
+def test_first_tasks_may_take_as_long_as_loading(
+    monkeypatch: pytest.MonkeyPatch, extra_s: float, prints: str, printed: str
+) -> None:
     clock = [100.0]
     monkeypatch.setattr(probing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     async def opened() -> Any:
-        return SlowWorker(clock, 20.0)
+        return SlowWorker(clock, 20.0, prints)
 
     trial = probing.Trial(opened, call_timeout_s=4.0, until=125.0)
     asyncio.run(trial.open())
-    asyncio.run(trial.look(limit=9, seconds=1.0, listed={"train": 9, "validation": 9, "heldout": 9}, first_s=first_s))
-    if printed:
-        assert trial.seen.ended[0].said.endswith(f"within 9 s and was killed. It printed last: {printed}")
+    asyncio.run(trial.look(limit=9, seconds=1.0, listed={"train": 9, "validation": 9, "heldout": 9}, extra_s=extra_s))
+    if prints:
+        assert trial.seen.ended[0].said.endswith(f"within 9 s and was killed.{printed}")
     else:
-        assert not trial.seen.ended and trial.seen.splits["heldout"].known == 1
-        assert trial.until == 125.0 + 39.0 and not trial.late and trial.first_s == 39.0
+        assert not trial.seen.ended and trial.seen.splits["heldout"].known == 3
+        assert trial.until == 125.0 + 39.0 and not trial.late and trial.first_tasks_s == 39.0
+        assert trial.seen.tasks_s == 20.0, "one more task in these seconds"
+
+
+def test_first_tasks_and_survey_share_the_time_beyond_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(probing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def opened() -> Any:
+        return SlowWorker(clock, 20.0, "")
+
+    trial = probing.Trial(opened, call_timeout_s=4.0, until=125.0)
+    asyncio.run(trial.open())
+    asyncio.run(trial.look(limit=9, seconds=1.0, listed={"train": 9, "validation": 9, "heldout": 9}, extra_s=22.0))
+    assert trial.seen.ended[0].said == "The worker did not answer 'survey' within 7 s and was killed."
+    assert trial.until == 125.0 + 22.0

@@ -244,7 +244,7 @@ def test_survey_stops_at_its_deadline_while_it_looks_for_a_task_of_a_rare_split(
     assert now[0] == 3.0 and splits.known("train") == 3
 
 
-def test_tasks_that_turn_out_to_be_slow_are_not_read_to_see_if_there_are_others() -> None:
+def test_tasks_that_turn_out_to_be_slow_and_endless_are_not_read_to_see_if_there_are_others() -> None:
     read: list[int] = []
 
     class Slow(Environment):

@@ -17,6 +17,7 @@ from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.errors import WorkerError, WorkerTimeout
 from toprope.shipped import ENVIRONMENTS
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.workbench.catalog.catalog import Catalog, Description, Entry
 from toprope.workbench.catalog.describe import WorkerOptions, failed
 
@@ -319,3 +320,18 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
     assert "load_timeout_s" in late.hint and "choose another environment" in late.hint
     slow = failed(entry, WorkerTimeout("The worker did not answer 'advance' within 60 s and was killed."))
     assert "wait for a download or a server. " in slow.hint and "timeout_s" not in slow.hint, "its limit is no setting"
+
+
+def test_survey_gets_what_the_first_tasks_left_of_the_time_to_load(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    async def survey(worker: EnvironmentWorker, limit: int, seconds: float, *, timeout: float) -> dict[str, Any]:
+        limits.append(timeout)
+        return {}
+
+    monkeypatch.setattr(EnvironmentWorker, "survey", survey)
+    tasks = "    def tasks(self):\n        time.sleep(2)\n        for n in range(60): yield Task(f'Say {n}')\n"
+    described(folder, tasks + "    def score(self): return 1.0\n", load_timeout_s=60.0, call_timeout_s=20.0)
+    assert 21.0 < limits[0] < 21.0 + 58.0

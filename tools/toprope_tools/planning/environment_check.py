@@ -54,7 +54,7 @@ async def check_environment(
         name: Name of the environment, or id of a draft whose settings apply.
         knobs: The environment's own settings, in place of those of the draft or the defaults.
         full: Try more of everything, and measure memory.
-        seconds: Time limit after loading; that of the quick or full check if None.
+        seconds: Time limit after loading and the first tasks; that of the quick or full check if None.
         caller: Who waits for it.
 
     Raises:
@@ -90,7 +90,7 @@ async def check_environment(
         entry,
         lambda: check(entry, options, max_turns=max_turns, full=full, seconds=time_limit_s),
         asked={"check": [full, time_limit_s, max_turns], "section": section.model_dump(mode="json")},
-        limit_s=3 * options.load_timeout_s + time_limit_s + _BEYOND_S,  # to start, to load, and for the first task
+        limit_s=3 * options.load_timeout_s + time_limit_s + _BEYOND_S,  # to start, to load, and for the first tasks
         caller=caller,
         beyond_s=_BEYOND_S,
     )

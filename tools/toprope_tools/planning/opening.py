@@ -66,7 +66,7 @@ async def describe(
         lambda: workshop.catalog.describe(entry, options, examples=examples),
         asked={"examples": examples, "knobs": dict(options.knobs)},
         # The start of the interpreter and the first tasks have the same limit as loading, and examples take calls.
-        limit_s=3 * options.load_timeout_s + 2 * options.call_timeout_s,
+        limit_s=3 * options.load_timeout_s + 4 * options.call_timeout_s,
         caller=caller,
     )
 

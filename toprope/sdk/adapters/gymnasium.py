@@ -75,8 +75,8 @@ _TOLD = ("success", "is_success", "correct", "won")
 _PLAIN = (bool, int, float, str)
 _PLAIN_NAMES = {kind.__name__: kind for kind in _PLAIN}
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_FIRST, _QUICK_S = 30, 10.0
-"""Number of first tasks that are read to see if there are others, and the most seconds that this may take."""
+_QUICK_S = 3.0
+"""Most seconds for the first games to begin if more are to be read to see if there are others."""
 _BASES = {"Env", "BaseTextEnv", "TextEnv"}
 _STEPPING = "BaseRLMEnv"
 """SkyRL-gym's base of environments that only score."""
@@ -89,7 +89,7 @@ class Gymnasium(Environment):
     listed = True
     tags = ("gymnasium", "multi-turn")
     copied = False
-    """Whether copies of its games are games of their own."""
+    """Whether copies of its games are games of their own, which its generator makes without end."""
 
     def __init__(self, target: Mapping[str, Any]) -> None:
         self._maker, self._user = _maker(target)
@@ -140,16 +140,12 @@ class Gymnasium(Environment):
         first = [messages for messages, _ in self._openings]
         texts = [_key(messages) for messages in first]
         alike = len(set(texts)) == 1 or self._hides(texts)
-        distinct = set[str]()
+        if self.copied and self._games.seconds > _QUICK_S and (alike or len(set(texts)) == COMPARED):
+            self.listed = False  # There are more; where there may be few, time must not decide the splits.
         for seed in itertools.count():
             messages = first[seed] if seed < COMPARED else self._games.begin(seed)[0]
             # If games begin alike, what they hide tells them apart: use seeds as keys.
-            task = Task(messages, data={"seed": seed}, key=f"{_key(messages)} {seed}" if alike else None)
-            if seed < _FIRST:
-                distinct.add(task.content)
-                if self._games.seconds >= _QUICK_S and len(distinct) > seed >= COMPARED - 1:
-                    self.listed = False  # the repeats that show that there are few would take minutes
-            yield task
+            yield Task(messages, data={"seed": seed}, key=f"{_key(messages)} {seed}" if alike else None)
 
     @cached_property
     def _openings(self) -> list[tuple[Messages, int]]:
@@ -198,17 +194,20 @@ class Gymnasium(Environment):
 
     def _hides(self, texts: list[str]) -> bool:
         """Return True if games of these seeds that begin alike differ in what they hide."""
-        states: dict[int, list[dict[str, Any]]] = {}
+        states: dict[int, dict[str, Any]] = {}
         for seed, text in enumerate(texts):
             if (earlier := texts.index(text)) < seed:
                 if earlier not in states:
-                    states[earlier] = [self._hidden_state(earlier), self._hidden_state(earlier)]
-                (state, again), other = states[earlier], self._hidden_state(seed)
-                for name in state.keys() & other.keys():
-                    stores_seed = (state[name], other[name]) == (earlier, seed)  # as Gymnasium's own base does
-                    # A counter of resets differs for the same seed, too.
-                    if state[name] == again.get(name) != other[name] and not stores_seed:
+                    states[earlier] = self._hidden_state(earlier)
+                state, other = states[earlier], self._hidden_state(seed)
+                differing = {name for name in state.keys() & other.keys() if state[name] != other[name]}
+                # Gymnasium's own base stores the seed.
+                differing -= {name for name in differing if (state[name], other[name]) == (earlier, seed)}
+                if differing:
+                    again = self._hidden_state(earlier)  # after the other, so that times and counters differ, too
+                    if any(state[name] == again.get(name) for name in differing):
                         return True
+                    states[earlier] = {name: state[name] for name in state.keys() - differing}
         return False
 
     def _hidden_state(self, seed: int) -> dict[str, Any]:

@@ -29,16 +29,17 @@ def hangs(seen: Observed) -> Finding | None:
             f"the process ended during: {', '.join(sorted({call.doing for call in died}))} ({cut(died[0].said)})"
         )
     vital = any(call.doing in ("tasks", "score reference", "open") for call in seen.ended)
-    limit = "load_timeout_s" if any(call.doing in ("tasks", "open") for call in hung) else "call_timeout_s"
+    counted = {"load" if call.doing in ("tasks", "open") else "call" for call in hung} or {"call"}
+    limits = ", ".join(f"environment.{limit}_timeout_s" for limit in sorted(counted))
     return Finding(
         "hangs",
         "critical" if vital else "warning",
         f"Calls into the environment failed: {'; '.join(failures)}.",
-        "every call ends within environment.call_timeout_s, and none ends the process",
+        "loading and the first tasks end within environment.load_timeout_s, other calls within "
+        "environment.call_timeout_s, and none ends the process",
         seen.advice(
             "limit loops and requests",
-            f"raise environment.{limit} or environment.memory_mb if it lacks time or memory, or choose another "
-            "environment",
+            f"raise {limits} or environment.memory_mb if it lacks time or memory, or choose another environment",
         )
         + "; a group is lost when its worker ends, and its neighbours are sampled again",
         {"hung": len(hung), "died": len(died)},

@@ -14,7 +14,7 @@ from typing import Any
 from toprope.sdk.authoring.env_managed import REWARD_ERRORS
 from toprope.sdk.checks.answers import Probe, probes
 from toprope.sdk.checks.observed import Ended, Observed, Scored, SplitSeen, TaskSeen
-from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
+from toprope.sdk.errors import OURS, WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.worker.client import WorkerClient
 
 __all__ = ["Trial", "tasks_of", "text_of"]
@@ -47,6 +47,10 @@ def tasks_of(rows: Sequence[dict[str, Any]]) -> tuple[TaskSeen, ...]:
     )
 
 
+def _known_in(sizes: dict[str, Any]) -> int:
+    return sum(size["known"] for size in sizes.values())
+
+
 class Trial:
     """The trial of one environment.
 
@@ -69,7 +73,7 @@ class Trial:
         self.until = until
         self.link: WorkerClient | None = None
         self.seen = Observed()
-        self.first_s = 0.0
+        self.first_tasks_s = 0.0
         """Seconds that the first tasks took beyond those of the survey."""
         self._spoiled: set[str] = set()
         """Kinds of answers that ended a worker."""
@@ -86,35 +90,37 @@ class Trial:
     def late(self) -> bool:
         return time.monotonic() >= self.until
 
-    async def look(self, *, limit: int, seconds: float, listed: dict[str, int], first_s: float = 0.0) -> None:
+    async def look(self, *, limit: int, seconds: float, listed: dict[str, int], extra_s: float = 0.0) -> None:
         """Generate tasks of every split.
 
         Args:
             limit: Most tasks per split.
             seconds: Time limit.
             listed: Number of tasks to read per split.
-            first_s: Seconds that the first task, and the last one within the time limit, may take beyond the limit of a
-                call; they do not count for the trial.
+            extra_s: Seconds that the first task, and the last one within the time limit, may together take beyond the
+                limit of a call; they do not count for the trial.
         """
         seen, asked = self.seen, time.monotonic()
-        first_page = await self._ask("tasks", "tasks", beyond=first_s, split="train", start=0, count=1)
+        first_page = await self._ask("tasks", "tasks", beyond=extra_s, split="train", start=0, count=1)
+        left_s = max(0.0, extra_s - (time.monotonic() - asked))
         if first_page is not None:
             seen.splits["train"] = SplitSeen(
                 tasks_of(first_page["tasks"]), first_page["known"], first_page["exhausted"]
             )
+        known = await self._ask("tasks", "survey", limit=limit, seconds=0.0) if first_page is not None else None
         pid = self.link.pid if self.link is not None else 0
         began, used = time.monotonic(), self._busy(pid)
-        beyond = seconds + (first_s if first_page is not None else 0.0)  # another worker may hang as well
+        beyond = seconds + (left_s if first_page is not None else 0.0)  # another worker may hang as well
         sizes = await self._ask("tasks", "survey", beyond=beyond, limit=limit, seconds=seconds)
-        self.first_s = max(0.0, time.monotonic() - asked - seconds)
-        self.until += min(2 * first_s, self.first_s)
+        self.first_tasks_s = max(0.0, time.monotonic() - asked - seconds)
+        self.until += min(extra_s, self.first_tasks_s)
         elapsed, worked = time.monotonic() - began, self._busy(pid) - used
         if worked > 0.04 * elapsed:  # Count CPU time, because other processes may load this machine.
             elapsed = min(elapsed, worked)
         if sizes is None:  # Tasks from before the error are available.
             sizes = await self._ask("tasks", "survey", limit=limit, seconds=0.0) or {}
-        elif (task_count := sum(size["known"] for size in sizes.values())) > 1:
-            seen.tasks_s = elapsed / task_count
+        elif added := _known_in(sizes) - _known_in(known or {}):
+            seen.tasks_s = elapsed / added
         for split in _SPLITS:
             size = sizes.get(split, {"known": 0, "exhausted": False})
             count = min(size["known"], listed[split])
@@ -256,8 +262,9 @@ class Trial:
             return await self.link.call(op, timeout=self._timeout + beyond, **arguments)
         except (WorkerTimeout, WorkerDied) as failure:
             said, hung = str(failure), isinstance(failure, WorkerTimeout)
-            if hung and (printed := failure.stderr.rpartition("\n")[2].strip()):
-                said += f" It printed last: {printed}"
+            printed = failure.stderr.rpartition("\n")[2]
+            if hung and printed.startswith(OURS):  # a line of others may hold a held-out task
+                said += f" It printed last: {printed.removeprefix(OURS)}"
             self.seen.ended.append(Ended(doing, hung, said[:_LONGEST_SAID]))
             await self.link.close(grace=0)
             return None

@@ -299,7 +299,7 @@ class WorkerClient:
         del self._waiting[number]
         if not call.future.done():
             late = WorkerTimeout(self._timed_out)
-            late.stderr = self._last_words()
+            late.stderr = self.last_words()
             call.future.set_exception(_at_work(late))
         self._kill()
 
@@ -349,7 +349,7 @@ class WorkerClient:
             return answer["result"]
         error = {name: str(value) for name, value in answer["error"].items()}
         if error["type"] == "CalledProcessError":  # the error often lacks the output of the program
-            error["message"] = with_unresolved(error["message"], self._last_words(new))
+            error["message"] = with_unresolved(error["message"], self.last_words(new))
         return WorkerError(**error)
 
     async def _line(self, stdout: asyncio.StreamReader) -> bytes:
@@ -403,9 +403,9 @@ class WorkerClient:
         if self._timed_out:
             self._end = WorkerTimeout(self._timed_out)
         elif self._ended_for:
-            self._end = WorkerDied(self._ended_for, None, self._last_words())
+            self._end = WorkerDied(self._ended_for, None, self.last_words())
         else:
-            self._end = WorkerDied(_epitaph(code, self._last_words()), code, self._last_words())
+            self._end = WorkerDied(_epitaph(code, self.last_words()), code, self.last_words())
         # If concurrent calls were running, any of them may be the cause.
         running = next((call for call in self._waiting.values() if not call.concurrent), None)
         for call in self._waiting.values():
@@ -419,7 +419,8 @@ class WorkerClient:
         if transport is not None:
             transport.close()
 
-    def _last_words(self, most: int = _TAIL_BYTES) -> str:
+    def last_words(self, most: int = _TAIL_BYTES) -> str:
+        """The last lines of its standard error, of at most so many bytes."""
         tail = b"".join(self._tail)
         lines = tail[max(0, len(tail) - min(most, _TAIL_BYTES)) :].decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])

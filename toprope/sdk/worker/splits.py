@@ -265,7 +265,7 @@ class TaskSplits:
             if self._is_new(_content(task)):
                 self._first_tasks.append(task)
             if not self._environment.listed:
-                break  # they turned out to be slow
+                break  # there are others, and they are slow
         if not self._are_few(self._first_tasks, least=1):
             return
         by_hash = {self.id_of(task): self._split_by_hash(task) for task in self._first_tasks}

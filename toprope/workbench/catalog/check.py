@@ -29,7 +29,7 @@ from toprope.workbench.catalog.stray_processes import MARK, marked, new_mark, sw
 from toprope.workbench.entries import Entry
 
 QUICK_S, FULL_S = 25.0, 45.0
-"""Default time limit in seconds after loading, below the minute after which clients drop a call."""
+"""Default time limit in seconds after loading and the first tasks, below the minute after which clients drop a call."""
 
 _DEFAULTS = WorkerOptions(call_timeout_s=10.0)
 _GRACE_S = 1.0
@@ -100,7 +100,8 @@ async def check(
         options: Knobs, limits and permissions of the workers.
         max_turns: A limit below its own.
         full: Check more tasks, and memory.
-        seconds: Time limit after loading; QUICK_S or FULL_S by default. The report names skipped checks.
+        seconds: Time limit after loading and the first tasks; QUICK_S or FULL_S by default. The report names skipped
+            checks.
 
     Raises:
         InvalidValue: A knob or weight is invalid.
@@ -154,7 +155,7 @@ class _Check:
             await trial.open()
             trial.until = time.monotonic() + self._seconds
             await trial.look(
-                limit=form.survey, seconds=form.survey_s, listed=form.listed, first_s=self._options.load_timeout_s
+                limit=form.survey, seconds=form.survey_s, listed=form.listed, extra_s=self._options.load_timeout_s
             )
             self._until = trial.until
             if self._room_for_another():
@@ -194,7 +195,7 @@ class _Check:
         return link
 
     def _room_for_another(self) -> bool:
-        return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s + self._trial.first_s) < self._until
+        return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s + self._trial.first_tasks_s) < self._until
 
     async def _repeat(self) -> None:
         """Score the same answers repeatedly and measure growth of memory and processes."""

@@ -202,7 +202,8 @@ class Describer:
             if examples:
                 try:
                     scored, score_s = await _examples(link, examples, options)
-                    limit = options.call_timeout_s + _SURVEY_SECONDS + options.load_timeout_s  # one task may be slow
+                    left = max(0.0, loaded + options.load_timeout_s - time.monotonic())  # of the time for first tasks
+                    limit = options.call_timeout_s + _SURVEY_SECONDS + left
                     sizes = await link.survey(_SURVEY_TASKS, _SURVEY_SECONDS, timeout=limit)
                 except WorkerError as failure:
                     if failure.kind != "invalid":

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toprope.sdk.errors import WorkerError, WorkerTimeout
+from toprope.sdk.errors import WorkerDied, WorkerError, WorkerTimeout
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
 NONSENSE = """
@@ -18,6 +18,8 @@ import json, sys
 for line in sys.stdin:
     request = json.loads(line)
     result = "pong" if request["op"] == "ping" else {"tasks": "many"}
+    if request.get("count") == 0:  # the worker finds the tasks before the one that it begins
+        result = {"tasks": [], "known": 1, "exhausted": True}
     print(json.dumps({"id": request["id"], "ok": True, "result": result}), flush=True)
 """
 
@@ -171,5 +173,49 @@ def test_late_task_of_a_new_worker_may_take_many_calls_to_find(tmp_path: Path) -
             await worker.open({"file": str(file), "attribute": "Patient"}, timeout=60)
             begun = await worker.begin("train", 1200, 1, timeout=2.0)  # all of them take 3 s to find
             assert begun.messages and (await worker.begin("train", 5000, 1, timeout=2.0)).messages, "the next epochs"
+
+    asyncio.run(main())
+
+
+COSTLY = """
+import os, sys, time
+from toprope.sdk import Environment, Task
+
+class Costly(Environment):
+    def tasks(self):
+        time.sleep(1.5)
+        for number in range(2000):
+            time.sleep(0.3)
+            yield Task(f"Say {number}.")
+
+    def score(self):
+        print("done; token = 123456789abc", file=sys.stderr, flush=True)
+        os._exit(3)
+"""
+
+
+def test_new_worker_reaches_its_place_among_slow_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "costly.py"
+    file.write_text(COSTLY)
+
+    async def main() -> None:
+        async with await EnvironmentWorker.start() as worker:
+            await worker.open({"file": str(file), "attribute": "Costly"}, timeout=20)
+            worker._load_s = 3.0
+            assert (await worker.begin("train", 12, 1, timeout=1.0)).messages  # which takes 6 s to find
+
+    asyncio.run(main())
+
+
+def test_last_lines_of_a_worker_hold_no_keys(tmp_path: Path) -> None:
+    file = tmp_path / "costly.py"
+    file.write_text(COSTLY)
+
+    async def main() -> None:
+        async with await EnvironmentWorker.start() as worker:
+            await worker.open({"file": str(file), "attribute": "Costly"}, timeout=20)
+            with pytest.raises(WorkerDied) as ended:
+                await worker.score("train", 0, "x", timeout=20)
+            assert str(ended.value).endswith("done; token = [secret]") and "123456789abc" not in ended.value.stderr
 
     asyncio.run(main())

@@ -12,7 +12,7 @@ from toprope.sdk.adapters._gymnasium.spaces import count_of, messages_of, number
 from toprope.sdk.adapters._shared.listing import why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.environment import Messages
-from toprope.sdk.errors import LoadError
+from toprope.sdk.errors import OURS, LoadError
 
 __all__ = ["COMPARED", "Games"]
 
@@ -41,7 +41,6 @@ class Games:
         self._kept: dict[int, tuple[Messages, Any, OwnRandom]] = {}
         self._kept_new: Any = None
         """A new game, if making one is slow."""
-        self._count = 0
         self.seconds = 0.0
         """Seconds that the games took to begin."""
 
@@ -94,7 +93,7 @@ class Games:
                 game = self.make()
             observation, info = pair_of(game.reset(seed=seed) if takes(game.reset, "seed") else game.reset())
         seconds = time.monotonic() - began
-        self.seconds, self._count = self.seconds + seconds, self._count + 1
+        self.seconds += seconds
         messages = messages_of(observation, info)
         if count_of(game) is not None:
             messages[-1]["content"] += f"\n{numbers(game)}"
@@ -103,8 +102,7 @@ class Games:
                 del self._kept[next(iter(self._kept))]
             self._kept[seed] = copy.deepcopy(messages), begun, copy.copy(luck)
         if not keep:
-            first = f" of the first {COMPARED}" if self._count <= COMPARED else ""
-            _tell(f"reset(seed={seed})", seconds, f"; {self._count}{first} games took {self.seconds:.1f} s")
+            _tell(f"reset(seed={seed})", seconds)
             self.give_back(game)
         return messages, game, luck
 
@@ -126,7 +124,7 @@ class Games:
             return None
 
 
-def _tell(what: str, seconds: float, more: str = "") -> None:
+def _tell(what: str, seconds: float) -> None:
     """Write to the log, whose last line an error shows, what was slow."""
     if seconds >= _SLOW_S:
-        print(f"{what} took {seconds:.1f} s{more}", file=sys.stderr, flush=True)
+        print(f"{OURS}{what} took {seconds:.1f} s", file=sys.stderr, flush=True)

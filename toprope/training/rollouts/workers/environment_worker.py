@@ -8,6 +8,7 @@ sweeps.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
 
@@ -20,10 +21,11 @@ from toprope.sdk.tooled import calls_in
 from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import WorkerClient
 from toprope.sdk.worker.splits import FAMILY_RULE
+from toprope.text_format import hide_keys, printed_line
 
 _T = TypeVar("_T")
 _PART = 256
-"""Tasks that a new worker finds in one call."""
+"""Most tasks that a new worker finds in one call."""
 _LONGEST_CALL_S = 3600.0
 """Most seconds that an environment's own limits give a call per rollout, and that the tools give it in all."""
 
@@ -44,6 +46,7 @@ class EnvironmentWorker(WorkerClient):
         super().__init__(*args, **kwargs)
         self._tools = 0.0, 0
         """Longest limit of a tool's call in seconds, and the most calls in one answer."""
+        self._load_s = 0.0
         self._known: dict[tuple[str, str], float] = {}
         """Tasks that the worker has found, by split and variant; infinite once it has them all."""
 
@@ -91,6 +94,7 @@ class EnvironmentWorker(WorkerClient):
             **({"rewards": [dict(reward) for reward in rewards]} if rewards else {}),
         }
         card = await self._ask(Card, "open", timeout, arguments)
+        self._load_s = timeout
         self.call_s, self._known, self._tools = card.call_s, {}, (card.tool_s, card.most_calls)
         return card
 
@@ -194,12 +198,20 @@ class EnvironmentWorker(WorkerClient):
         return await self._ask(SampledGroup, "run", timeout, arguments, concurrent=True)
 
     async def _reach(self, split: str, index: int, variant: str, timeout: float) -> None:
-        """Have a new worker find the tasks before number `index` by parts, each within `timeout`: together they may
-        take longer than a call about one of them."""
-        key = split, variant
-        while index - (known := self._known.get(key, 0)) > _PART:
-            page = await self.tasks(split, int(known) + _PART - 1, 1, timeout=timeout, variant=variant)
-            self._known[key] = math.inf if page.exhausted else max(page.known, known + _PART)
+        """Have a new worker find the tasks up to number `index` by parts, each within `timeout` and the time to load:
+        together, or the first of slow ones, they may take longer than a call about one of them."""
+        key, part = (split, variant), 1
+        if key in self._known and index - self._known[key] <= _PART:
+            return
+        while index >= (known := self._known.get(key, 0)):
+            began, count = time.monotonic(), min(index + 1, int(known) + part)
+            page = await self.tasks(split, count, 0, timeout=timeout + self._load_s, variant=variant)
+            self._known[key] = math.inf if page.exhausted else max(page.known, count)
+            part = min(2 * part, _PART) if time.monotonic() - began < timeout / 4 else max(1, part // 2)
+
+    def last_words(self, *most: int) -> str:
+        """The last lines that it printed, which answers and events show, without keys."""
+        return "\n".join(hide_keys(printed_line(line)) for line in super().last_words(*most).splitlines())
 
     async def make(
         self, file: str, attribute: str, arguments: Mapping[str, Any], *, wanted: Sequence[str], timeout: float
