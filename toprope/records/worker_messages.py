@@ -85,7 +85,7 @@ class TaskView(msgspec.Struct):
 
 
 class TaskPage(msgspec.Struct):
-    """The answer to `tasks`: consecutive tasks of a split, fewer than asked for at its end."""
+    """The answer to `tasks`: consecutive tasks of a split, fewer than asked for at its end or the given time."""
 
     tasks: list[TaskView]
     known: int
@@ -94,6 +94,8 @@ class TaskPage(msgspec.Struct):
     """True if `known` is all there is."""
     shared: bool = False
     """True if every split has the same tasks, because there are too few to hold any out."""
+    seconds: float = 0.0
+    """Seconds that finding them took."""
 
 
 class SplitSize(msgspec.Struct):

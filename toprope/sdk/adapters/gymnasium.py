@@ -75,8 +75,6 @@ _TOLD = ("success", "is_success", "correct", "won")
 _PLAIN = (bool, int, float, str)
 _PLAIN_NAMES = {kind.__name__: kind for kind in _PLAIN}
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_QUICK_S = 3.0
-"""Most seconds for the first games to begin if more are to be read to see if there are others."""
 _BASES = {"Env", "BaseTextEnv", "TextEnv"}
 _STEPPING = "BaseRLMEnv"
 """SkyRL-gym's base of environments that only score."""
@@ -140,8 +138,8 @@ class Gymnasium(Environment):
         first = [messages for messages, _ in self._openings]
         texts = [_key(messages) for messages in first]
         alike = len(set(texts)) == 1 or self._hides(texts)
-        if self.copied and self._games.seconds > _QUICK_S and (alike or len(set(texts)) == COMPARED):
-            self.listed = False  # There are more; where there may be few, time must not decide the splits.
+        if self.copied and (alike or len(set(texts)) == COMPARED):
+            self.listed = False  # There are more, some of which take many seconds to make.
         for seed in itertools.count():
             messages = first[seed] if seed < COMPARED else self._games.begin(seed)[0]
             # If games begin alike, what they hide tells them apart: use seeds as keys.
@@ -205,7 +203,7 @@ class Gymnasium(Environment):
                 differing -= {name for name in differing if (state[name], other[name]) == (earlier, seed)}
                 if differing:
                     again = self._hidden_state(earlier)  # after the other, so that times and counters differ, too
-                    if any(state[name] == again.get(name) for name in differing):
+                    if any(name in again and state[name] == again[name] for name in differing):
                         return True
                     states[earlier] = {name: state[name] for name in state.keys() - differing}
         return False

@@ -368,7 +368,7 @@ class WorkerClient:
             if self._sink is not None:
                 self._sink.write(chunk)
             self._new += len(chunk)
-            self._tail.append(chunk[-_TAIL_BYTES:])
+            self._tail.append(chunk[-_TAIL_BYTES - 1 :])
             while len(self._tail) > 1 and sum(map(len, self._tail)) - len(self._tail[0]) >= _TAIL_BYTES:
                 self._tail.popleft()
 
@@ -422,7 +422,10 @@ class WorkerClient:
     def last_words(self, most: int = _TAIL_BYTES) -> str:
         """The last lines of its standard error, of at most so many bytes."""
         tail = b"".join(self._tail)
-        lines = tail[max(0, len(tail) - min(most, _TAIL_BYTES)) :].decode(errors="replace").splitlines()
+        start = max(0, len(tail) - min(most, _TAIL_BYTES))
+        lines = tail[start:].decode(errors="replace").splitlines()
+        if tail[:start][-1:] not in (b"", b"\n") and len(lines) > 1:
+            del lines[0]  # a key in it may have lost its beginning
         return "\n".join(lines[-_TAIL_LINES:])
 
     def _copy_of_end(self) -> WorkerDied | WorkerTimeout:

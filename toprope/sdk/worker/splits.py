@@ -164,12 +164,12 @@ class TaskSplits:
         epoch, position = divmod(index, len(tasks))
         return tasks[self._order(epoch)[position]], epoch
 
-    def page(self, split: str, start: int, count: int) -> list[Task]:
-        """Up to `count` distinct tasks from number `start` on; fewer at the end."""
+    def page(self, split: str, start: int, count: int, seconds: float = math.inf) -> list[Task]:
+        """Up to `count` distinct tasks from number `start` on; fewer at the end, or if finding them takes longer."""
         self._check(split, start)
         if count < 0:
             raise InvalidRequest(f"count must be at least 0, not {count}.")
-        self._scan(split, start + count)
+        self._scan(split, start + count, time.monotonic() + seconds)
         return self._tasks_by_split[split][start : start + count]
 
     def id_of(self, task: Task) -> str:

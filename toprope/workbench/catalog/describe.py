@@ -20,7 +20,7 @@ from toprope.records.journal.groups import Outcome
 from toprope.records.walls import Walls
 from toprope.records.worker_messages import Card, SplitSize, TaskView
 from toprope.sdk.checks.answers import JUNK, near_miss
-from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
+from toprope.sdk.errors import OURS, WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.wall.paths import folders_above
 from toprope.sdk.wall.plan import Network
 from toprope.supervisor.environment_variables import keeper_variables, split_keeper_variables
@@ -347,7 +347,7 @@ def _error_of(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | Inval
         longer = "" if _OF_ROLLOUT.search(str(failure)) else "; environment.load_timeout_s gives it longer"
         theirs = f"It may wait for a download or a server{longer}. {_FOREIGN}"
         hint = ours if entry.ecosystem == "toprope" else theirs
-        words = failure.stderr.rpartition("\n")[2].strip()
+        words = failure.stderr.rpartition("\n")[2].removeprefix(OURS).strip()
         printed = f" It printed last: {marked(words, _LONGEST)}" if words else ""
         return EnvironmentFailed(f"{entry.name} hangs or is slow. {failure}{printed}", hint=hint)
     if isinstance(failure, WorkerDied) and failure.code is None:

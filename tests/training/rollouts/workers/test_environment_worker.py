@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerTimeout
+from toprope.training.rollouts.workers import environment_worker
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
 NONSENSE = """
@@ -185,24 +186,28 @@ class Costly(Environment):
     def tasks(self):
         time.sleep(1.5)
         for number in range(2000):
-            time.sleep(0.3)
+            time.sleep(0.1)
             yield Task(f"Say {number}.")
 
     def score(self):
+        print("token = ", "123456789def" * 400, file=sys.stderr, flush=True)
         print("done; token = 123456789abc", file=sys.stderr, flush=True)
         os._exit(3)
 """
 
 
-def test_new_worker_reaches_its_place_among_slow_tasks(tmp_path: Path) -> None:
+def test_worker_reaches_its_place_among_slow_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_worker, "_PART_S", 0.5)
     file = tmp_path / "costly.py"
     file.write_text(COSTLY)
 
     async def main() -> None:
         async with await EnvironmentWorker.start() as worker:
             await worker.open({"file": str(file), "attribute": "Costly"}, timeout=20)
-            worker._load_s = 3.0
-            assert (await worker.begin("train", 12, 1, timeout=1.0)).messages  # which takes 6 s to find
+            worker._load_s = 1.0
+            assert (await worker.begin("train", 30, 1, timeout=1.0)).messages  # which takes 5 s to find
+            assert (await worker.begin("train", 60, 1, timeout=1.0)).messages  # 4 s more
+            assert (await worker.begin("heldout", 10, 1, timeout=1.0)).messages
 
     asyncio.run(main())
 
@@ -216,6 +221,6 @@ def test_last_lines_of_a_worker_hold_no_keys(tmp_path: Path) -> None:
             await worker.open({"file": str(file), "attribute": "Costly"}, timeout=20)
             with pytest.raises(WorkerDied) as ended:
                 await worker.score("train", 0, "x", timeout=20)
-            assert str(ended.value).endswith("done; token = [secret]") and "123456789abc" not in ended.value.stderr
+            assert str(ended.value).endswith("done; token = [secret]") and "123456789" not in ended.value.stderr
 
     asyncio.run(main())

@@ -41,8 +41,6 @@ class Games:
         self._kept: dict[int, tuple[Messages, Any, OwnRandom]] = {}
         self._kept_new: Any = None
         """A new game, if making one is slow."""
-        self.seconds = 0.0
-        """Seconds that the games took to begin."""
 
     def make(self, **more: Any) -> Any:
         """Make a game.
@@ -93,7 +91,6 @@ class Games:
                 game = self.make()
             observation, info = pair_of(game.reset(seed=seed) if takes(game.reset, "seed") else game.reset())
         seconds = time.monotonic() - began
-        self.seconds += seconds
         messages = messages_of(observation, info)
         if count_of(game) is not None:
             messages[-1]["content"] += f"\n{numbers(game)}"

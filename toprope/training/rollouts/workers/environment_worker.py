@@ -8,7 +8,6 @@ sweeps.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
 
@@ -24,8 +23,8 @@ from toprope.sdk.worker.splits import FAMILY_RULE
 from toprope.text_format import hide_keys, printed_line
 
 _T = TypeVar("_T")
-_PART = 256
-"""Most tasks that a new worker finds in one call."""
+_PART, _PART_S = 256, 5.0
+"""Tasks that a quick environment finds within any call, and the seconds of a part of the search in a slow one."""
 _LONGEST_CALL_S = 3600.0
 """Most seconds that an environment's own limits give a call per rollout, and that the tools give it in all."""
 
@@ -46,7 +45,7 @@ class EnvironmentWorker(WorkerClient):
         super().__init__(*args, **kwargs)
         self._tools = 0.0, 0
         """Longest limit of a tool's call in seconds, and the most calls in one answer."""
-        self._load_s = 0.0
+        self._load_s, self._is_slow = 0.0, False
         self._known: dict[tuple[str, str], float] = {}
         """Tasks that the worker has found, by split and variant; infinite once it has them all."""
 
@@ -94,7 +93,7 @@ class EnvironmentWorker(WorkerClient):
             **({"rewards": [dict(reward) for reward in rewards]} if rewards else {}),
         }
         card = await self._ask(Card, "open", timeout, arguments)
-        self._load_s = timeout
+        self._load_s, self._is_slow = timeout, False
         self.call_s, self._known, self._tools = card.call_s, {}, (card.tool_s, card.most_calls)
         return card
 
@@ -105,9 +104,21 @@ class EnvironmentWorker(WorkerClient):
         self._tools = max(self._tools[0], card.tool_s), max(self._tools[1], card.most_calls)
         return card
 
-    async def tasks(self, split: str, start: int, count: int, *, timeout: float, variant: str = "") -> TaskPage:
-        """Up to `count` distinct tasks of a split, from number `start` on."""
+    async def tasks(
+        self,
+        split: str,
+        start: int,
+        count: int,
+        *,
+        timeout: float,
+        variant: str = "",
+        seconds: float | None = None,
+    ) -> TaskPage:
+        """Up to `count` distinct tasks of a split, from number `start` on; fewer if finding them takes longer than
+        `seconds`."""
         arguments = {"split": split, "start": start, "count": count, **_variant_argument(variant)}
+        if seconds is not None:
+            arguments["seconds"] = seconds
         return await self._ask(TaskPage, "tasks", timeout, arguments)
 
     async def survey(self, limit: int, seconds: float, *, timeout: float) -> dict[str, SplitSize]:
@@ -198,16 +209,17 @@ class EnvironmentWorker(WorkerClient):
         return await self._ask(SampledGroup, "run", timeout, arguments, concurrent=True)
 
     async def _reach(self, split: str, index: int, variant: str, timeout: float) -> None:
-        """Have a new worker find the tasks up to number `index` by parts, each within `timeout` and the time to load:
+        """Have the worker find the tasks up to number `index` by parts, each within `timeout` and the time to load:
         together, or the first of slow ones, they may take longer than a call about one of them."""
-        key, part = (split, variant), 1
-        if key in self._known and index - self._known[key] <= _PART:
+        key = split, variant
+        if not self._is_slow and index - self._known.get(key, -_PART) < _PART:
             return
-        while index >= (known := self._known.get(key, 0)):
-            began, count = time.monotonic(), min(index + 1, int(known) + part)
-            page = await self.tasks(split, count, 0, timeout=timeout + self._load_s, variant=variant)
-            self._known[key] = math.inf if page.exhausted else max(page.known, count)
-            part = min(2 * part, _PART) if time.monotonic() - began < timeout / 4 else max(1, part // 2)
+        while index >= self._known.get(key, 0):
+            page = await self.tasks(
+                split, index + 1, 0, timeout=timeout + self._load_s, variant=variant, seconds=_PART_S
+            )
+            self._known[key] = math.inf if page.exhausted else page.known
+            self._is_slow = self._is_slow or page.seconds > _PART_S
 
     def last_words(self, *most: int) -> str:
         """The last lines that it printed, which answers and events show, without keys."""
