@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from packaging.tags import platform_tags
 
 from tests.workbench.interpreters.conftest import adapter, make_wheel
 from toprope.errors import EnvironmentFailed
+from toprope.sdk.adapters._shared.listing import Listed
 from toprope.settings.owner import Home
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.interpreters.adding import Interpreters, Order
@@ -60,7 +62,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 def fitting(printed: str) -> str | None:
-    return fitting_python(pythons_required(printed))
+    return fitting_python([pythons_required(printed)])
 
 
 def test_oldest_python_that_is_asked_for_is_found(pythons: Callable[[str], str]) -> None:
@@ -78,7 +80,9 @@ def test_oldest_python_that_is_asked_for_is_found(pythons: Callable[[str], str])
     for words in (f"x==1.0 requires Python >=3.{OWN + 1}, <4.0", f"1.0 Requires-Python >= 3.{OWN + 1}"):
         assert fitting(words) == newer
     required = [SpecifierSet(f">=3.{OWN + 1}")]
-    assert fitting_python(required, [(3, OWN + 2, 5)]) == pythons(f"3.{OWN + 3}.2"), "the other one failed"
+    assert fitting_python([required], [(3, OWN + 2, 5)]) == pythons(f"3.{OWN + 3}.2"), "the other one failed"
+    either = [SpecifierSet(f"<3.{OWN + 1}"), SpecifierSet(f">=3.{OWN + 3}")]
+    assert fitting_python([required, either]) == pythons(f"3.{OWN + 3}.2"), "both must agree"
     games = Adapter("games", "", "tinyrules", ("tinyrules",), python=f">=3.{OWN + 1}")
     assert (chosen_python(games), chosen_python(adapter("any", "x"))) == (newer, None)
     assert chosen_python(Adapter("games", "", python=f">=3.{OWN}")) is None
@@ -131,7 +135,7 @@ def test_python_that_an_ecosystem_prefers_gives_way_to_what_packages_and_script_
     script.write_text(f'# /// script\n# requires-python = ">=3.{OWN + 1}"\n# dependencies = ["tinymore"]\n# ///\n')
     with pytest.raises(EnvironmentFailed) as refusal:
         Interpreters(home, lambda: []).add(Order(str(script)))
-    assert made == [newer] and f"<3.{OWN + 1},>=3.{OWN + 1}" in refusal.value.hint
+    assert made == [newer] and f">=3.{OWN + 1}, and <3.{OWN + 1}, and" in refusal.value.hint
     assert "no single Python fits" in refusal.value.hint
     refused[newer] = f"!=3.{OWN + 2}.*"
     Interpreters(home, lambda: []).add(Order(str(script)))
@@ -145,9 +149,12 @@ def test_missing_python_is_named_to_its_patch() -> None:
         (">=3.12,<3.12.5", "3.12.4"),
         (">3.12", "3.12"),
     ):
-        assert f"uv python install {named}`" in missing_python([SpecifierSet(required)])
+        assert f"uv python install {named}`" in missing_python([[SpecifierSet(required)]])
     old = [SpecifierSet(f"<3.{minor}") for minor in range(6, 11)]
-    assert "Python >=3.12:" in missing_python([*old, SpecifierSet(">=3.12")])
+    assert "Python >=3.12:" in missing_python([[*old, SpecifierSet(">=3.12")]])
+    either = [SpecifierSet("<3.12"), SpecifierSet(">=3.13")]
+    groups = [[SpecifierSet()], either, [SpecifierSet(">=3.12")], [SpecifierSet(">=3.12")]]
+    assert "Python >=3.13, and >=3.12: install one (`uv python install 3.13`)" in missing_python(groups)
 
 
 def test_script_without_dependencies_gets_its_python(
@@ -162,6 +169,33 @@ def test_script_without_dependencies_gets_its_python(
     assert Interpreters(home, lambda: []).add(Order(str(script), name="b")).own
 
 
+def test_script_without_dependencies_gets_its_ecosystem_with_its_python(
+    home: Home, quick: None, tmp_path: Path, pythons: Callable[[str], str], made: list[str | None]
+) -> None:
+    module = types.SimpleNamespace(declared=lambda file, tree: [Listed("one", "game.py:one")])
+    games = Adapter("games", "", "tinyrules", ("tinyrules",), module=module)  # type: ignore[arg-type]
+    script = tmp_path / "game.py"
+    script.write_text(f'# /// script\n# requires-python = ">=3.{OWN + 1}"\n# ///\n')
+    assert Interpreters(home, lambda: [games]).add(Order(str(script))).added.requirements == ["tinyrules"]
+    assert made == [pythons(f"3.{OWN + 2}.5")]
+    script.write_text("")
+    assert Interpreters(home, lambda: [games]).add(Order(str(script), name="b")).own, "runs find its ecosystem"
+
+
+def test_script_runs_in_the_python_that_the_owner_names_although_it_requires_another(
+    home: Home, quick: None, tmp_path: Path, pythons: Callable[[str], str], made: list[str | None]
+) -> None:
+    here, script = Interpreters(home, lambda: []), tmp_path / "game.py"
+    for required in (f">=3.{OWN + 5}", "<3.9"):
+        script.write_text(f'# /// script\n# requires-python = "{required}"\n# ///\n')
+        with pytest.raises(EnvironmentFailed, match="requires Python") as refusal:
+            here.add(Order(str(script)))
+        assert "--base or --python" in refusal.value.hint
+    assert here.add(Order(str(script), python=sys.executable)).added.python == sys.executable and not made
+    assert here.add(Order(str(script), wanted=Wanted((), base=sys.executable))).made is not None
+    assert made == [sys.executable]
+
+
 def test_offline_reuses_only_environments_of_a_fitting_python(
     home: Home, quick: None, tmp_path: Path, pythons: Callable[[str], str], made: list[str | None]
 ) -> None:
@@ -169,6 +203,11 @@ def test_offline_reuses_only_environments_of_a_fitting_python(
     first = here.add(Order("tinyrules"))  # in Toprope's own Python
     script.write_text(f'# /// script\n# requires-python = "<3.{OWN + 1}"\n# dependencies = ["tinyrules"]\n# ///\n')
     assert here.add(Order(str(script), wanted=offline)).shared and len(made) == 1
+    facts = here.store.path / str(first.added.lock) / "interpreter.json"
+    own = facts.read_text()
+    facts.write_text(own.replace(f" {sys.version.split()[0]} ", f" 3.{OWN}.0+ "))  # built from a branch
+    assert here.add(Order(str(script), wanted=offline)).shared and len(made) == 1
+    facts.write_text(own)
     script.write_text(script.read_text().replace("<", ">="))
     assert here.add(Order(str(script), wanted=offline)).added.lock == first.added.lock  # of the same stand-in
     assert made[1:] == [pythons(f"3.{OWN + 2}.5")], "it was not taken at once"
@@ -280,6 +319,17 @@ def test_uv_resolves_where_pip_backtracks(
     else:
         assert [pin.line for pin in installer.resolve("it", Wanted(("trl",), torch="any"))] == ["trl==1.16"]
     assert commands.asked == asked
+
+
+def test_uv_of_the_owner_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text("#!/nowhere\n")
+    uv.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    installer = Installer(tmp_path / "venv", Commands(tmp_path / "log", timeout_s=60))
+    with pytest.raises(EnvironmentFailed, match=f"{uv} cannot be started") as refusal:
+        installer.resolve("it", Wanted(("trl",)))
+    assert refusal.value.hint == "Install a uv that starts; without one in PATH, pip installs."
 
 
 def test_command_ends_after_a_line(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ class Interpreters:
                 target = _at_checkout(target, checkout)
             requirements = (*target.requirements, *self._of_folder(target))
             target = replace(target, name=name, requirements=tuple(dict.fromkeys(requirements)))
-            if target.requirements:
+            if target.requirements or not fits_own(specifiers_of(target.python)):  # it gets an interpreter of its own
                 theirs = ecosystem_requirements(target, self._adapters())
                 owned = order.python is not None
                 optional = {line for adapter in self._adapters() if owned for line in adapter.optional}
@@ -349,7 +349,8 @@ class Interpreters:
             made, site = self.store.made(digest), site_packages_of(self.store.python(digest))
             if made is None or site is None or owned not in (None, made.python):
                 continue
-            fits = owned or specifiers_of(wanted.script_python).contains(made.python.split()[1], prereleases=True)
+            version = made.python.split()[1].removesuffix("+")  # "3.13.0+", as builds of a branch say
+            fits = owned or specifiers_of(wanted.script_python).contains(version, prereleases=True)
             if fits and satisfied(wanted.requirements, site):
                 return digest
         return None

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from toprope.errors import EnvironmentFailed
@@ -138,7 +139,7 @@ class Installer:
             EnvironmentFailed: See `make` and `resolve`.
         """
         python, tried = wanted.base or wanted.chosen, list[tuple[int, ...]]()
-        required = [specifiers_of(wanted.script_python)]
+        groups: list[Sequence[SpecifierSet]] = [[specifiers_of(wanted.script_python)]]
         while True:
             self.make(python)
             try:
@@ -147,10 +148,10 @@ class Installer:
                 if wanted.base is not None:
                     raise
                 tried.append(looked_at(python or sys.executable).version)
-                required = list(dict.fromkeys(one & other for one in required for other in failed.required))
-                python = fitting_python(required, tried)
+                groups.append(failed.required)
+                python = fitting_python(groups, tried)
                 if python is None:
-                    raise EnvironmentFailed(failed.message, hint=missing_python(required)) from None
+                    raise EnvironmentFailed(failed.message, hint=missing_python(groups)) from None
                 progress(f"it requires {python}")
                 shutil.rmtree(self._venv)
 

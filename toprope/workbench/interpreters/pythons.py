@@ -52,11 +52,14 @@ def chosen_python(adapter: Adapter | None, required: str = "") -> str | None:
     by_script, by_adapter = specifiers_of(required), specifiers_of(adapter.python if adapter is not None else "")
     if fits_own(by_script & by_adapter):
         return None
-    python = fitting_python([by_script & by_adapter]) or (None if fits_own(by_script) else fitting_python([by_script]))
+    python = fitting_python([[by_script], [by_adapter]])
     if python is None and not fits_own(by_script):
-        raise EnvironmentFailed(
-            f"The script requires Python {by_script}; nothing was installed.", hint=missing_python([by_script])
-        )
+        python = fitting_python([[by_script]])
+        if python is None:
+            raise EnvironmentFailed(
+                f"The script requires Python {by_script}; nothing was installed.",
+                hint=f"{missing_python([[by_script]])} --base or --python runs it in another in spite of that.",
+            )
     return python
 
 
@@ -73,20 +76,21 @@ def fits_own(specifiers: SpecifierSet) -> bool:
     return _text(sys.version_info[:3]) in specifiers
 
 
-def fitting_python(required: Sequence[SpecifierSet], tried: Collection[tuple[int, ...]] = ()) -> str | None:
-    """Return the oldest Python of this machine that is asked for; None if there is no such one.
+def fitting_python(groups: Sequence[Sequence[SpecifierSet]], tried: Collection[tuple[int, ...]] = ()) -> str | None:
+    """Return the oldest Python of this machine that fits one of each group; None if there is no such one.
 
     Looks at Toprope's own, in PATH, and where pyenv and uv keep theirs.
 
     Args:
-        required: Pythons that will do.
+        groups: Pythons that will do, for each that asks.
         tried: Versions that failed.
     """
     fitting = []
-    for python in (sys.executable, *_pythons()) if required else ():
+    for python in (sys.executable, *_pythons()):
         with contextlib.suppress(InvalidValue):  # it does not run, as pyenv's stand-ins do not
             version = looked_at(python, _EACH_S).version
-            if version >= OLDEST and version not in tried and any(_text(version) in one for one in required):
+            fits = all(any(_text(version) in one for one in group) for group in groups)
+            if fits and version >= OLDEST and version not in tried:
                 fitting.append((version, python))
     return min(fitting)[1] if fitting else None
 

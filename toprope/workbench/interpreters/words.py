@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
@@ -76,20 +76,25 @@ def pythons_required(printed: str) -> list[SpecifierSet]:
     return list(required)
 
 
-def missing_python(required: Sequence[SpecifierSet]) -> str:
-    """Return the hint that names the Python to install."""
+def missing_python(groups: Sequence[Sequence[SpecifierSet]]) -> str:
+    """Return the hint that names the Python to install, which fits one of each group."""
     minors = [f"3.{minor}" for minor in range(OLDEST[1], NEWEST_MINOR)]
     for version in (f"{minor}.{patch}" for minor in minors for patch in (_ANY_PATCH, *reversed(range(40)))):
-        if fitting := [str(one) for one in required if one.contains(version)]:
+        fitting = [[one for one in group if one.contains(version)] for group in groups]
+        if all(fitting):
             return (
-                f"It requires Python {' or '.join(fitting[:4])}: install one (`uv python install "
+                f"It requires Python {_worded(fitting)}: install one (`uv python install "
                 f"{version.removesuffix(f'.{_ANY_PATCH}')}`) and repeat this; --base names one that is not found."
             )
-    wanted = " or ".join(map(str, required[:4]))
     return (
-        f"It requires Python {wanted}, and environments need 3.11 or newer: no single Python fits, so choose another "
-        "version of it."
+        f"It requires Python {_worded(groups)}, and environments need 3.11 or newer: no single Python fits, so choose "
+        "another version of it."
     )
+
+
+def _worded(groups: Iterable[Sequence[SpecifierSet]]) -> str:
+    texts = (" or ".join(map(str, group[:4])) for group in groups)
+    return ", and ".join(dict.fromkeys(text for text in texts if text))
 
 
 def excerpt(lines: Sequence[str]) -> str:
@@ -130,10 +135,12 @@ def failure(
     required = required or pythons_required(text)
     last_words = "\n".join(line for line in lines if not line.startswith(_RETRYING))  # pip goes on with other indexes
     hint = "Fix the requirement, or give another with --requirement."
-    if "No space left on device" in text:
+    if re.fullmatch(r".+ cannot be started: .+", text):  # our words for uv
+        hint = "Install a uv that starts; without one in PATH, pip installs."
+    elif "No space left on device" in text:
         hint = "The disk is full: make room (toprope prune) and add it again."
     elif required and (offline or not NO_NETWORK.search(last_words)):
-        return OtherPythonNeeded(message, required, hint=missing_python(required))
+        return OtherPythonNeeded(message, required, hint=missing_python([required]))
     elif offline:
         hint = "--offline uses only --find-links and the installer's cache: omit it, or name a folder."
     elif host := _NO_HOST.search(text):
