@@ -349,11 +349,20 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
     )
     (tasks / "helper.py").write_text("import datasets\n")
     assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, "openai-agents", "datasets")
-    for own in ("agents.py", "lib/agents.py", "lib/agents/web.py"):
-        (tasks / own).parent.mkdir(parents=True, exist_ok=True)
-        (tasks / own).write_text("")
-        assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, "datasets"), "agents is its own"
-        (tasks / own).unlink()
+    for name, is_own in {
+        "agents.py": True,
+        "agents/web/page.py": True,
+        "src/agents/__init__.py": True,
+        "tasks/agents.py": True,
+        "agents/notes.md": False,
+        "scripts/agents/make.py": False,
+        "lib/agents.py": False,
+    }.items():
+        (tasks / name).parent.mkdir(parents=True, exist_ok=True)
+        (tasks / name).write_text("")
+        brought = ("datasets",) if is_own else ("openai-agents", "datasets")
+        assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, *brought), name
+        (tasks / name).unlink()
     (tasks / "tasks" / "tests").mkdir()
     for used, text in {
         "tasks/tests/__init__.py": "import requests\n",
@@ -366,6 +375,18 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
     (tasks / "helper.py").write_text("import os, requests\n")
     assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, "requests")
     assert verifiers.more_requirements(tmp_path / "projects" / "loads")[0] == "verifiers<0.2"
+    tried = "try:\n    from datasets import load_dataset\n"
+    for end, is_needed in {
+        "except Exception as e:\n    raise RuntimeError('no data') from e\n": True,
+        "except ValueError:\n    pass\n": True,
+        "finally:\n    pass\n": True,
+        "except (ValueError, ModuleNotFoundError):\n    raise\nexcept Exception:\n    pass\n": True,
+        "except ValueError:\n    raise\nexcept Exception:\n    pass\n": False,
+        "except (OSError, ImportError):\n    pass\n": False,
+        "except:\n    pass\n": False,
+    }.items():
+        (tasks / "helper.py").write_text(tried + end)
+        assert verifiers.more_requirements(tasks) == (*verifiers.REQUIREMENTS, *["datasets"] * is_needed), end
     (tmp_path / "echo_env").mkdir()
     (tmp_path / "echo_env" / "openenv.yaml").write_text('name: "echo"\napp: server.app:app\n')
     [echo] = openenv.installed(tmp_path)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib
+import inspect
 import os
 import sys
 import types
@@ -404,12 +405,14 @@ def _check_server(server: Any) -> None:
     except TypeError as error:
         raise InvalidRequest(f"verifiers cannot start a tool server: {error}") from error
     kind, name = type(server), type(server).__name__
-    members = (getattr(kind, member, None) for member in dir(kind))
-    has_tools = any(callable(member) and hasattr(member, "tool") for member in members)  # marked by `@vf.tool`
-    if hasattr(kind, "_register") and not has_tools and kind.register.__module__.startswith(f"{PACKAGE}."):
+    own = [vars(ancestor) for ancestor in kind.__mro__ if not ancestor.__module__.startswith(f"{PACKAGE}.")]
+    older = next((members["_register"] for members in own if "_register" in members), None)
+    is_marked = any(getattr(member, "tool", None) is True for members in own for member in members.values())  # @vf.tool
+    has_register = any("register" in members for members in own)
+    if older is not None and not has_register and (not is_marked or _adds_tools(older)):
         raise InvalidRequest(
-            f"{name} adds its tools in `_register`, which verifiers calls `register` since 0.3: it would be played "
-            f"without them. Rename that method in {type(server).__module__}."
+            f"{name} adds tools in `_register`, which verifiers calls `register` since 0.3: it would be played without "
+            f"them. Rename that method in {type(server).__module__}."
         )
     module = sys.modules.get(type(server).__module__)
     file = Path(getattr(module, "__file__", None) or "/")
@@ -420,6 +423,12 @@ def _check_server(server: Any) -> None:
             f"verifiers starts {name} as a program, but {file.name} runs nothing: end it with "
             f'if __name__ == "__main__": {name}.run()'
         )
+
+
+def _adds_tools(register: Any) -> bool:
+    """Return True if a method takes verifiers' server, there called `mcp`, or adds tools to one of another name."""
+    code = getattr(inspect.unwrap(register), "__code__", None)
+    return code is not None and ("mcp" in code.co_varnames or not {"add_tool", "tool"}.isdisjoint(code.co_names))
 
 
 def _prepend(variable: str, folder: str) -> None:

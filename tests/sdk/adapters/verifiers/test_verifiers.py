@@ -314,15 +314,23 @@ def test_verifiers_refuses_tool_server_that_is_not_a_program(
 
 
 def test_verifiers_refuses_a_tool_server_that_would_have_no_tools(open_taskset: Callable[..., OwnLoop]) -> None:
-    base: Any = type("Toolset", (), {"register": lambda self, mcp: None, "_config_cls": classmethod(lambda cls: None)})
-    base.register.__module__ = "verifiers.v1.mcp.toolset"
-    before = {"_register": lambda self, mcp: None, "config": Thing(url="http://x/mcp")}
-
     def search(self: Any) -> None:
         """A tool of today."""
 
     search.tool = True  # type: ignore[attr-defined]
-    with pytest.raises(InvalidRequest, match="Lookup adds its tools in `_register`"):
-        open_taskset(tools=[type("Lookup", (base,), before)()])
-    for today in ({"register": lambda self, mcp: self._register(mcp)}, {"search": search}):
+    of_verifiers = {"register": lambda self, mcp: None, "respond": search, "_config_cls": classmethod(lambda cls: None)}
+    base = type("Toolset", (), of_verifiers | {"__module__": "verifiers.v1.mcp.toolset"})
+    before = {"_register": lambda self, mcp: None, "config": Thing(url="http://x/mcp")}
+    marked: dict[str, Any] = {"search": search}
+    refused: list[dict[str, Any]] = [
+        {},
+        {"_register": lambda self, server: self.look(server), "Result": type("Result", (), {"tool": "a field"})},
+        marked,
+        marked | {"_register": lambda self, server: server.add_tool(self.look)},
+    ]
+    for members in refused:
+        with pytest.raises(InvalidRequest, match="Lookup adds tools in `_register`"):
+            open_taskset(tools=[type("Lookup", (base,), before | members)()])
+    unrelated = {"_register": lambda self, tool: self.known.add(tool.name)}
+    for today in ({"register": lambda self, mcp: self._register(mcp)}, marked | unrelated):
         open_taskset(tools=[type("Lookup", (base,), before | today)()])

@@ -25,6 +25,7 @@ _BROUGHT = {"agents": "openai-agents", "datasets": "datasets", "requests": "requ
 """Modules that verifiers required before 0.4, and their packages: authors import them without a requirement."""
 OPTIONAL = tuple(_BROUGHT.values())
 """Requirements told from imports alone: tasks may be played without them."""
+_IMPORT_ERRORS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 
 
 def installed(site_packages: Path) -> list[Listed]:
@@ -79,29 +80,47 @@ def more_requirements(place: Path) -> tuple[str, ...]:
 def _brought(place: Path, files: Iterable[Path]) -> list[str]:
     """Return the packages that modules and packages of a project import and verifiers once brought along.
 
-    Names of the project's own modules and folders, and imports of its tests, do not count.
+    The project's own modules and folders where an import may find them, and imports of its tests, do not count.
     """
-    own: set[str] = set()
-    for folder, modules in searched(place):
-        if any(folder.glob("*.py")):
-            own.update(folder.relative_to(place).parts, (module.stem for module in modules))
     imported: set[str] = set()
     for file in files:
         for module in file.parent.rglob("*.py") if file.name == "__init__.py" else (file,):
             if {"test", "tests"}.isdisjoint(module.relative_to(place).parts) and not _TEST.fullmatch(module.stem):
                 with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
                     tree = _WithoutTry().visit(parse(module))
-                    imported |= {name.partition(".")[0] for level, name in imports_in(tree) if not level}
-    return [package for module, package in _BROUGHT.items() if module in imported - own]
+                    names = {name.partition(".")[0] for level, name in imports_in(tree) if not level}
+                    imported |= {
+                        name
+                        for name in names.intersection(_BROUGHT) - imported
+                        if not _is_own(name, place, place / "src", module.parent)
+                    }
+    return [package for module, package in _BROUGHT.items() if module in imported]
+
+
+def _is_own(name: str, *folders: Path) -> bool:
+    """Return True if one of the folders has a module of that name, or a folder with modules at any depth."""
+    return any(
+        (folder / f"{name}.py").is_file() or any(any(inner.glob("*.py")) for inner, _ in searched(folder / name))
+        for folder in folders
+    )
 
 
 class _WithoutTry(ast.NodeTransformer):
-    """Removes what authors try, since they can do without."""
+    """Removes what authors try and can do without: a failed import reaches a handler that does not raise."""
 
-    def visit_Try(self, node: ast.AST) -> None:
+    def visit_Try(self, node: ast.Try | ast.TryStar) -> ast.AST | None:
+        handler = next(filter(_gets_import_errors, node.handlers), None)
+        if handler is None or any(isinstance(inner, ast.Raise) for inner in ast.walk(handler)):
+            return self.generic_visit(node)
         return None
 
     visit_TryStar = visit_Try
+
+
+def _gets_import_errors(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or any(
+        isinstance(node, ast.Name) and node.id in _IMPORT_ERRORS for node in ast.walk(handler.type)
+    )
 
 
 def _names_verifiers(folder: Path) -> bool:
