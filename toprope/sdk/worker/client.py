@@ -16,7 +16,6 @@ import re
 import secrets
 import signal
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -116,7 +115,7 @@ class WorkerClient:
         """Number of the call that the timer is for."""
         self._timed_out: str = ""
         self._ended_for: str = ""
-        self._tail: deque[bytes] = deque()
+        self._tail = b""
         self._new = 0
         """Bytes that it printed since its last answer, or since a call came to it at rest."""
         self._sealed: _Seal | None = None
@@ -368,9 +367,7 @@ class WorkerClient:
             if self._sink is not None:
                 self._sink.write(chunk)
             self._new += len(chunk)
-            self._tail.append(chunk[-_TAIL_BYTES - 1 :])
-            while len(self._tail) > 1 and sum(map(len, self._tail)) - len(self._tail[0]) >= _TAIL_BYTES:
-                self._tail.popleft()
+            self._tail = (self._tail + chunk)[-_TAIL_BYTES - 1 :]  # with the byte before
 
     def _open_seal(self, seal: _Seal, chunk: bytes) -> bytes:
         """Return the output after the mark, behind a line that counts the dropped bytes; empty before the mark."""
@@ -421,10 +418,9 @@ class WorkerClient:
 
     def last_words(self, most: int = _TAIL_BYTES) -> str:
         """The last lines of its standard error, of at most so many bytes."""
-        tail = b"".join(self._tail)
-        start = max(0, len(tail) - min(most, _TAIL_BYTES))
-        lines = tail[start:].decode(errors="replace").splitlines()
-        if tail[:start][-1:] not in (b"", b"\n") and len(lines) > 1:
+        start = max(0, len(self._tail) - min(most, _TAIL_BYTES))
+        lines = self._tail[start:].decode(errors="replace").splitlines()
+        if self._tail[:start][-1:] not in (b"", b"\n") and len(lines) > 1:
             del lines[0]  # a key in it may have lost its beginning
         return "\n".join(lines[-_TAIL_LINES:])
 
