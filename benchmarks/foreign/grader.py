@@ -18,6 +18,9 @@ _PLACEHOLDER = re.compile(r"<[^<>{}\n]*>")
 _CHOICE = re.compile(r'((?:"[^"\n]*"|\b\w+\b)(?: *(?:\||/|\bor\b) *(?:"[^"\n]*"|\b\w+\b))+)(?=\s*[,}\n])')
 _BLANK = re.compile(r"\b([A-Z]{4,}): ?<")
 _LABEL = re.compile(r"\[\[[^\[\]\n]{1,40}\]\]")
+_ELEMENT = re.compile(
+    r"(?i)<(answer|classification|grade|judge?ment|label|rating|result|score|verdict)>\s*([^<>]{0,80}?)\s*</\1>"
+)
 _ONE_OF = re.compile(
     r"(?i:repl(?:y|ies)|respond|answer|return|output|say)\b[^.\n]{0,60}?[ \"'`]"
     r"([A-Z][A-Z_]+)[\"'`]?(?:, [\"'`]?[A-Z][A-Z_]+[\"'`]?)*,? or [\"'`]?([A-Z][A-Z_]+)\b"
@@ -32,6 +35,10 @@ def verdict(body: Mapping[str, Any]) -> str:
     text = "\n".join(_text(message) for message in body.get("messages") or [])
     if re.search(r"(?i)\bjson\b", text) and (shown := list(_shown(text))):
         return json.dumps(shown[-1])
+    if elements := _ELEMENT.findall(text):
+        name, shown = elements[-1]
+        words = re.findall(r"\w+", shown) or ["0"]
+        return f"<{name}>{'no' if 'no' in words else words[-1]}</{name}>"
     if choice := _ONE_OF.search(text):
         return choice[2]
     if blank := _BLANK.search(text):

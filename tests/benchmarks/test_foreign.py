@@ -330,6 +330,8 @@ def test_verdicts_have_the_form_that_is_asked_for():
     assert asked("End with VERDICT: <total_points>.") == "VERDICT: 0"
     assert asked([{"type": "text", "text": "Say [[A=B]] if equal, [[A!=B]] if not."}]) == "[[A!=B]]"
     assert asked("Is this right? {no JSON object}") == "GRADE: I"
+    assert asked("<reasoning>\n[why]\n</reasoning>\n<answer>\n[yes or no]\n</answer>") == "<answer>no</answer>"
+    assert asked("Such as <score>5</score> or <score>1</score>.") == "<score>1</score>"
 
 
 @pytest.mark.parametrize(
