@@ -94,8 +94,6 @@ class TaskPage(msgspec.Struct):
     """True if `known` is all there is."""
     shared: bool = False
     """True if every split has the same tasks, because there are too few to hold any out."""
-    seconds: float = 0.0
-    """Seconds that finding them took."""
 
 
 class SplitSize(msgspec.Struct):

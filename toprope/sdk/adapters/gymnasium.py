@@ -139,7 +139,7 @@ class Gymnasium(Environment):
         texts = [_key(messages) for messages in first]
         alike = len(set(texts)) == 1 or self._hides(texts)
         if self.copied and (alike or len(set(texts)) == COMPARED):
-            self.listed = False  # There are more, some of which take many seconds to make.
+            self.listed = False  # GEM's generators have more, and may take many seconds for each.
         for seed in itertools.count():
             messages = first[seed] if seed < COMPARED else self._games.begin(seed)[0]
             # If games begin alike, what they hide tells them apart: use seeds as keys.

@@ -408,11 +408,11 @@ def _check_server(server: Any) -> None:
     own = [vars(ancestor) for ancestor in kind.__mro__ if not ancestor.__module__.startswith(f"{PACKAGE}.")]
     older = next((members["_register"] for members in own if "_register" in members), None)
     is_marked = any(getattr(member, "tool", None) is True for members in own for member in members.values())  # @vf.tool
-    has_register = any("register" in members for members in own)
+    has_register = not str(getattr(getattr(kind, "register", None), "__module__", "")).startswith(f"{PACKAGE}.")
     if older is not None and not has_register and (not is_marked or _adds_tools(older)):
         raise InvalidRequest(
-            f"{name} adds tools in `_register`, which verifiers calls `register` since 0.3: it would be played without "
-            f"them. Rename that method in {type(server).__module__}."
+            f"{name} adds tools in `_register`, which verifiers calls `register` since 0.3: tools added there would be "
+            f"left out. Rename that method in {type(server).__module__}."
         )
     module = sys.modules.get(type(server).__module__)
     file = Path(getattr(module, "__file__", None) or "/")

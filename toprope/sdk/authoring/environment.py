@@ -179,7 +179,7 @@ class Environment:
     """Paths of further files that the environment depends on; every run records their hashes."""
     listed: bool = False
     """True if 30 `tasks`, or all of fewer, are quick to read, like rows of a file. Few tasks then fill all splits.
-    `tasks` sets it to False if they are slow and without end."""
+    `tasks` may set it to False where there are more, and slow ones."""
     wants_tokens: bool = False
     """True to fill in `tokens`, at a small cost per answer."""
 

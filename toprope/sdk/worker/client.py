@@ -420,8 +420,8 @@ class WorkerClient:
         """The last lines of its standard error, of at most so many bytes."""
         start = max(0, len(self._tail) - min(most, _TAIL_BYTES))
         lines = self._tail[start:].decode(errors="replace").splitlines()
-        if self._tail[:start][-1:] not in (b"", b"\n") and len(lines) > 1:
-            del lines[0]  # a key in it may have lost its beginning
+        if start and self._tail[start - 1 : start] != b"\n":  # a key in the first line may have lost its beginning
+            lines[:1] = [] if len(lines) > 1 else ["[a line of more than 4 kB]"]
         return "\n".join(lines[-_TAIL_LINES:])
 
     def _copy_of_end(self) -> WorkerDied | WorkerTimeout:

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -198,10 +197,9 @@ class Service:
     def _tasks(
         self, split: str, start: int, count: int, variant: str = "", seconds: float = math.inf
     ) -> dict[str, Any]:
-        splits, began = self._variant(variant).splits, time.monotonic()
+        splits = self._variant(variant).splits
         tasks = splits.page(split, start, count, seconds)
         return {
-            "seconds": time.monotonic() - began,
             "tasks": [{"id": splits.id_of(t), "messages": t.messages, "reference": _plain(t.reference)} for t in tasks],
             "exhausted": splits.exhausted(split),
             "known": splits.known(split),

@@ -77,6 +77,8 @@ class _Stream:
         self._iterator: Iterator[Any] | None = None
         self._failure: BaseException | None = None
         self.ended = False
+        self.repeats = 0
+        """Tasks without new content in a row, if the environment brings its own splits."""
 
     def next(self) -> Task | None:
         """The next task, or None at the end. Raises again whatever the author's code raised before."""
@@ -209,7 +211,7 @@ class TaskSplits:
 
     def _scan(self, split: str, count: int, deadline: float = math.inf) -> None:
         if self._has_own_splits:
-            self._scan_own(split, count)
+            self._scan_own(split, count, deadline)
             return
         if self._maybe_few:
             self._divide_few()
@@ -265,7 +267,7 @@ class TaskSplits:
             if self._is_new(_content(task)):
                 self._first_tasks.append(task)
             if not self._environment.listed:
-                break  # there are others, and they are slow
+                break  # there are others, which may be slow
         if not self._are_few(self._first_tasks, least=1):
             return
         by_hash = {self.id_of(task): self._split_by_hash(task) for task in self._first_tasks}
@@ -307,25 +309,24 @@ class TaskSplits:
         for split, tasks in self._tasks_by_split.items():
             tasks += [task for other_split in SPLITS if other_split != split for task in own_tasks[other_split]]
 
-    def _scan_own(self, split: str, count: int) -> None:
+    def _scan_own(self, split: str, count: int, deadline: float) -> None:
         for name in _STRICTEST:
             if name == "train":
                 limit = count if split == "train" else 0
             else:
                 limit = OWN_SPLIT_LIMIT
             stream, tasks = self._streams[name], self._tasks_by_split[name]
-            repeats = 0
-            while len(tasks) < limit and not stream.ended:
+            while len(tasks) < limit and not stream.ended and (name != "train" or time.monotonic() < deadline):
                 task = stream.next()
                 if task is None:
                     break
                 content = _content(task)
                 new = self._is_new(content) and not self._is_kept_elsewhere(name, content)
-                repeats = 0 if new else repeats + 1
+                stream.repeats = 0 if new else stream.repeats + 1
                 if new:
                     tasks.append(task)
                 self._leaked[name] += self._owner.setdefault(_digest(content), name) != name
-                stream.ended = repeats >= PATIENCE
+                stream.ended = stream.repeats >= PATIENCE
             if name != "train":
                 stream.ended = True  # what lies beyond the limit belongs to no split
             if name == split:
@@ -336,7 +337,7 @@ class TaskSplits:
         stricter = _STRICTEST[: _STRICTEST.index(split)]
         for member in self._family:
             for name in stricter:
-                member._scan_own(name, OWN_SPLIT_LIMIT)
+                member._scan_own(name, OWN_SPLIT_LIMIT, math.inf)
             if member._owner.get(_digest(content)) in stricter:
                 return True
         return False

@@ -116,7 +116,9 @@ class Interpreters:
                 target = _at_checkout(target, checkout)
             requirements = (*target.requirements, *self._of_folder(target))
             target = replace(target, name=name, requirements=tuple(dict.fromkeys(requirements)))
-            if target.requirements or not fits_own(specifiers_of(target.python)):  # it gets an interpreter of its own
+            if target.requirements or (
+                order.python is None and not fits_own(specifiers_of(target.python))
+            ):  # it gets an interpreter of its own
                 theirs = ecosystem_requirements(target, self._adapters())
                 owned = order.python is not None
                 optional = {line for adapter in self._adapters() if owned for line in adapter.optional}

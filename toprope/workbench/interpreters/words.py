@@ -93,7 +93,7 @@ def missing_python(groups: Sequence[Sequence[SpecifierSet]]) -> str:
 
 
 def _worded(groups: Iterable[Sequence[SpecifierSet]]) -> str:
-    texts = (" or ".join(map(str, group[:4])) for group in groups)
+    texts = (" or ".join(filter(None, map(str, group[:4]))) for group in groups)
     return ", and ".join(dict.fromkeys(text for text in texts if text))
 
 
@@ -135,7 +135,7 @@ def failure(
     required = required or pythons_required(text)
     last_words = "\n".join(line for line in lines if not line.startswith(_RETRYING))  # pip goes on with other indexes
     hint = "Fix the requirement, or give another with --requirement."
-    if re.fullmatch(r".+ cannot be started: .+", text):  # our words for uv
+    if re.fullmatch(r"\S*\buv cannot be started: .+", text):  # our words
         hint = "Install a uv that starts; without one in PATH, pip installs."
     elif "No space left on device" in text:
         hint = "The disk is full: make room (toprope prune) and add it again."

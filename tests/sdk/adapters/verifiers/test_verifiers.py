@@ -317,9 +317,14 @@ def test_verifiers_refuses_a_tool_server_that_would_have_no_tools(open_taskset: 
     def search(self: Any) -> None:
         """A tool of today."""
 
+    def register(self: Any, mcp: Any) -> None:
+        """The one of verifiers."""
+
     search.tool = True  # type: ignore[attr-defined]
-    of_verifiers = {"register": lambda self, mcp: None, "respond": search, "_config_cls": classmethod(lambda cls: None)}
-    base = type("Toolset", (), of_verifiers | {"__module__": "verifiers.v1.mcp.toolset"})
+    register.__module__ = module = "verifiers.v1.mcp.toolset"
+    of_verifiers = {"register": register, "respond": search, "_config_cls": classmethod(lambda cls: None)}
+    base = type("Toolset", (), of_verifiers | {"__module__": module})
+    unused = type("Registry", (), {"register": lambda self, name: None})
     before = {"_register": lambda self, mcp: None, "config": Thing(url="http://x/mcp")}
     marked: dict[str, Any] = {"search": search}
     refused: list[dict[str, Any]] = [
@@ -330,7 +335,7 @@ def test_verifiers_refuses_a_tool_server_that_would_have_no_tools(open_taskset: 
     ]
     for members in refused:
         with pytest.raises(InvalidRequest, match="Lookup adds tools in `_register`"):
-            open_taskset(tools=[type("Lookup", (base,), before | members)()])
+            open_taskset(tools=[type("Lookup", (base, unused), before | members)()])
     unrelated = {"_register": lambda self, tool: self.known.add(tool.name)}
     for today in ({"register": lambda self, mcp: self._register(mcp)}, marked | unrelated):
         open_taskset(tools=[type("Lookup", (base,), before | today)()])

@@ -191,28 +191,60 @@ class Costly(Environment):
 
     def score(self):
         print("token = ", "123456789def" * 400, file=sys.stderr, flush=True)
-        print("done; token = 123456789abc", file=sys.stderr, flush=True)
+        if self.answer == "x":
+            print("done; token = 123456789abc", file=sys.stderr, flush=True)
         os._exit(3)
+
+class WithSplits(Costly):
+    def tasks(self, split):
+        for number in range(1000 if split == "train" else 2):
+            time.sleep(0.1)
+            yield Task(f"Say {split} {number}.")
+
+class Repeating(Costly):
+    def tasks(self):
+        for number in range(1000):
+            time.sleep(0.1)
+            yield Task("Say so.")
 """
 
 
-def test_worker_reaches_its_place_among_slow_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attribute", ["Costly", "WithSplits"])
+def test_worker_reaches_its_place_among_slow_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str
+) -> None:
     monkeypatch.setattr(environment_worker, "_PART_S", 0.5)
     file = tmp_path / "costly.py"
     file.write_text(COSTLY)
 
     async def main() -> None:
         async with await EnvironmentWorker.start() as worker:
-            await worker.open({"file": str(file), "attribute": "Costly"}, timeout=20)
-            worker._load_s = 1.0
-            assert (await worker.begin("train", 30, 1, timeout=1.0)).messages  # which takes 5 s to find
-            assert (await worker.begin("train", 60, 1, timeout=1.0)).messages  # 4 s more
-            assert (await worker.begin("heldout", 10, 1, timeout=1.0)).messages
+            await worker.open({"file": str(file), "attribute": attribute}, timeout=20)
+            worker._load_s = 3.0
+            assert (await worker.begin("train", 50, 1, timeout=1.0)).messages  # which takes 5 s or more to find
+            assert (await worker.begin("train", 100, 1, timeout=1.0)).messages
 
     asyncio.run(main())
 
 
-def test_last_lines_of_a_worker_hold_no_keys(tmp_path: Path) -> None:
+def test_search_that_finds_nothing_more_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_worker, "_PART_S", 0.5)
+    file = tmp_path / "costly.py"
+    file.write_text(COSTLY)
+
+    async def main() -> None:
+        async with await EnvironmentWorker.start() as worker:
+            await worker.open({"file": str(file), "attribute": "Repeating"}, timeout=20)
+            worker._load_s = 2.0
+            with pytest.raises(WorkerTimeout, match="No train task after the 1 known"):
+                await worker.begin("train", 1, 1, timeout=1.0)  # the repeats that show the end take 50 s
+            assert (await worker.begin("train", 0, 1, timeout=5.0)).messages, "the worker lives"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("answer", "end"), [("x", "done; token = [secret]"), ("y", "[a line of more than 4 kB]")])
+def test_last_lines_of_a_worker_hold_no_keys(tmp_path: Path, answer: str, end: str) -> None:
     file = tmp_path / "costly.py"
     file.write_text(COSTLY)
 
@@ -220,7 +252,7 @@ def test_last_lines_of_a_worker_hold_no_keys(tmp_path: Path) -> None:
         async with await EnvironmentWorker.start() as worker:
             await worker.open({"file": str(file), "attribute": "Costly"}, timeout=20)
             with pytest.raises(WorkerDied) as ended:
-                await worker.score("train", 0, "x", timeout=20)
-            assert str(ended.value).endswith("done; token = [secret]") and "123456789" not in ended.value.stderr
+                await worker.score("train", 0, answer, timeout=20)
+            assert str(ended.value).endswith(end) and "123456789" not in ended.value.stderr
 
     asyncio.run(main())

@@ -89,10 +89,12 @@ def _brought(place: Path, files: Iterable[Path]) -> list[str]:
                 with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
                     tree = _WithoutTry().visit(parse(module))
                     names = {name.partition(".")[0] for level, name in imports_in(tree) if not level}
+                    # Python looks beside a script, but not beside a module of a package.
+                    beside = () if (module.parent / "__init__.py").is_file() else (module.parent,)
                     imported |= {
                         name
                         for name in names.intersection(_BROUGHT) - imported
-                        if not _is_own(name, place, place / "src", module.parent)
+                        if not _is_own(name, place, place / "src", *beside)
                     }
     return [package for module, package in _BROUGHT.items() if module in imported]
 

@@ -8,6 +8,7 @@ sweeps.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
 
@@ -15,7 +16,7 @@ import msgspec
 
 from toprope.records.journal.groups import Outcome
 from toprope.records.worker_messages import Advanced, Begun, Card, SampledGroup, SplitSize, TaskPage, UserObject
-from toprope.sdk.errors import WorkerError
+from toprope.sdk.errors import WorkerError, WorkerTimeout
 from toprope.sdk.tooled import calls_in
 from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import WorkerClient
@@ -23,8 +24,8 @@ from toprope.sdk.worker.splits import FAMILY_RULE
 from toprope.text_format import hide_keys, printed_line
 
 _T = TypeVar("_T")
-_PART, _PART_S = 256, 5.0
-"""Tasks that a quick environment finds within any call, and the seconds of a part of the search in a slow one."""
+_PART_S = 5.0
+"""Seconds of a part of a search for tasks."""
 _LONGEST_CALL_S = 3600.0
 """Most seconds that an environment's own limits give a call per rollout, and that the tools give it in all."""
 
@@ -45,7 +46,7 @@ class EnvironmentWorker(WorkerClient):
         super().__init__(*args, **kwargs)
         self._tools = 0.0, 0
         """Longest limit of a tool's call in seconds, and the most calls in one answer."""
-        self._load_s, self._is_slow = 0.0, False
+        self._load_s = 0.0
         self._known: dict[tuple[str, str], float] = {}
         """Tasks that the worker has found, by split and variant; infinite once it has them all."""
 
@@ -93,7 +94,7 @@ class EnvironmentWorker(WorkerClient):
             **({"rewards": [dict(reward) for reward in rewards]} if rewards else {}),
         }
         card = await self._ask(Card, "open", timeout, arguments)
-        self._load_s, self._is_slow = timeout, False
+        self._load_s = timeout
         self.call_s, self._known, self._tools = card.call_s, {}, (card.tool_s, card.most_calls)
         return card
 
@@ -211,15 +212,15 @@ class EnvironmentWorker(WorkerClient):
     async def _reach(self, split: str, index: int, variant: str, timeout: float) -> None:
         """Have the worker find the tasks up to number `index` by parts, each within `timeout` and the time to load:
         together, or the first of slow ones, they may take longer than a call about one of them."""
-        key = split, variant
-        if not self._is_slow and index - self._known.get(key, -_PART) < _PART:
-            return
-        while index >= self._known.get(key, 0):
-            page = await self.tasks(
-                split, index + 1, 0, timeout=timeout + self._load_s, variant=variant, seconds=_PART_S
-            )
+        key, longest = (split, variant), timeout + self._load_s
+        found_at = time.monotonic()
+        while index >= (known := self._known.get(key, 0)):
+            page = await self.tasks(split, index + 1, 0, timeout=longest, variant=variant, seconds=_PART_S)
             self._known[key] = math.inf if page.exhausted else page.known
-            self._is_slow = self._is_slow or page.seconds > _PART_S
+            if self._known[key] > known:
+                found_at = time.monotonic()
+            elif time.monotonic() - found_at > longest:
+                raise WorkerTimeout(f"No {split} task after the {page.known} known ones was found in {longest:g} s.")
 
     def last_words(self, *most: int) -> str:
         """The last lines that it printed, which answers and events show, without keys."""
