@@ -317,7 +317,7 @@ def script_python(source: str) -> str:
 
 
 def _script_metadata(source: str) -> dict[str, Any]:
-    """Return a script's metadata; empty if there is none or it has errors."""
+    """Return a script's metadata; empty without any, or if it has errors."""
     metadata = _METADATA.search(source)
     if metadata is None:
         return {}

@@ -83,7 +83,7 @@ def ids(environment: Gymnasium, count: int) -> list[list[str]]:
 
 
 def played(environment: Gymnasium, rollouts: int = 2, number: int = 3) -> list[str]:
-    """What rollouts of a task, advanced in turn, say at their second answers."""
+    """Advance rollouts of a task in turn; return the texts that follow their second answers."""
     task = next(itertools.islice(environment.tasks(), number, None))
     begun = [Rollout(environment, task) for _ in range(rollouts)]
     for rollout in begun:

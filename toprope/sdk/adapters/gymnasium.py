@@ -87,7 +87,7 @@ class Gymnasium(Environment):
     listed = True
     tags = ("gymnasium", "multi-turn")
     copied = False
-    """Whether copies of its games are games of their own, which its generator makes without end."""
+    """True if copies of its games are games of their own, which its generator makes without end."""
 
     def __init__(self, target: Mapping[str, Any]) -> None:
         self._maker, self._user = _maker(target)

@@ -31,7 +31,7 @@ class Games:
         name: Of the environment, for errors.
         maker: Makes a game.
         arguments: Of the maker.
-        copied: Whether a copy of a game is a game of its own, as it is not if a server holds the game.
+        copied: True if a copy of a game is a game of its own, as it is not if a server holds the game.
     """
 
     def __init__(self, name: str, maker: Callable[..., Any], arguments: Mapping[str, Any], *, copied: bool) -> None:
@@ -74,8 +74,8 @@ class Games:
         """Reset a game with a seed, or copy the kept game of that seed.
 
         Args:
-            keep: Whether the caller plays the game and gives it back. If not, it must not change it.
-            anew: Whether to reset one in any case.
+            keep: True if the caller plays the game and gives it back. If not, it must not change it.
+            anew: True to reset one in any case.
 
         Returns:
             The first messages, the game, and its generator states.

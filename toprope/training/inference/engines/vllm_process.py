@@ -249,7 +249,7 @@ class VllmProcess:
         os.close(self.lock)
 
     def _remaining(self, trackers: bool) -> list[psutil.Process]:
-        """What is left in the server's process group: its trackers of shared memory, or all others."""
+        """Return the rest of the server's process group: its trackers of shared memory, or all others."""
         found = []
         for pid in psutil.pids():
             with suppress(psutil.Error, OSError):
