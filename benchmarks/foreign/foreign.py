@@ -13,7 +13,8 @@ give the policy images are not drawn, since it reads text alone.
 installations; needs the package index. Environments with graders ask a model that always gives a bad verdict in the
 form that they ask for, because the embedded policy gives none that can be read. Where an error names a missing module,
 a folder to be written or bounds of rewards, the owner sets that and tries again, at most five times;
-`rolled_share_without_cure` counts those as failed.
+`rolled_share_without_cure` counts those as failed. TOPROPE_ECOSYSTEMS_DATA may name a folder with data that the owner
+has of hosts out of reach (.cache/huggingface, nltk_data): where an error says that a HOME lacks them, they are copied.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from toprope_server.cli.demo import server_parameters
 
 from benchmarks.foreign.candidates import COLLECTORS, PACKAGES_KEYS, Candidate, keys_of
 from benchmarks.foreign.grader import verdict
-from benchmarks.foreign.journey import ROLLED_CONTEXT, STAGES, Result, Traveller, variables_of
+from benchmarks.foreign.journey import ROLLED_CONTEXT, Traveller, variables_of
+from benchmarks.foreign.result import STAGES, Result
 from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 from toprope.sdk.worker.scripted_policy import scripted_session
@@ -140,6 +142,7 @@ async def _tried(
     config = Config.model_validate(
         {"policy": {"model": "embedded", "max_context": ROLLED_CONTEXT}, "launcher": {"threads": 1}}
     )
+    data = os.environ.get("TOPROPE_ECOSYSTEMS_DATA")
     results: list[Result] = []
     trained: dict[str, int] = defaultdict(int)
     with scripted_session(verdict) as grader:
@@ -153,7 +156,7 @@ async def _tried(
             serve_policy(config, home / "policies", lambda said: None) as policy,
             Client(server_parameters(variables_of(home))) as client,
         ):
-            traveller = Traveller(home, client, policy, grader.base_url)
+            traveller = Traveller(home, client, policy, grader.base_url, Path(data) if data else None)
             for candidate in drawn:
                 result = await traveller.go(candidate, train=trained[candidate.ecosystem] < train)
                 trained[candidate.ecosystem] += "trained" in (*result.reached, result.failed_at)

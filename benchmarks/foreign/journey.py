@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shutil
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,9 @@ from mcp import Client
 from toprope_tools.planning.opening import options_of
 from toprope_tools.workshop import Workshop
 
-from benchmarks.foreign.candidates import GRADER, Candidate, keys_of, source_of
+from benchmarks.foreign.candidates import GRADER, Candidate, source_of
+from benchmarks.foreign.cures import Cures
+from benchmarks.foreign.result import Result
 from toprope.errors import TopropeError
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.settings.endpoints import Endpoint
@@ -33,7 +33,6 @@ from toprope.training.rollouts.workers.environment_worker import EnvironmentWork
 from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 from toprope.workbench.catalog.describe import failed
 
-STAGES = ("listed", "described", "checked", "rolled", "trained")
 STEPS = 30
 CONTEXT = 4096
 ROLLED_CONTEXT = 32_768
@@ -41,38 +40,8 @@ ROLLED_CONTEXT = 32_768
 _TASKS, _GROUP, _TOKENS, _TURNS = 2, 2, 64, 3
 _ADD_S, _CALL_S, _ROLL_S, _TRAIN_S = 1800.0, 120.0, 300.0, 1500.0
 _ENDED = ("completed", "failed", "lost", "stopped")
-_REFUSED = re.compile(
-    r"(?i)connection ?(refused|error)|connect(ion)? to|could ?n.t (connect|reach)|cannot (connect|reach)|"
-    r"could not be reached|name resolution|name or service not known|max retries|not resolve|"
-    r"no address|network is unreachable"
-)
-_UNREACHED = re.compile(r"(?i)((?:[a-z0-9-]+\.)+[a-z]{2,}) could not be reached")
-_HOST = re.compile(r"(?i)(?:https?://|host='|host |to )((?:[a-z0-9-]+\.)+[a-z]{2,})\b")
-_BESIDES = re.compile(r"; besides, \S+ could not be reached")
-"""A host that the failed call itself did not name."""
-_PRINTED = re.compile(r"\bIt printed last: |\bIts last lines:")
 _CURES = 5
 """The most cures of an environment that are carried out."""
-_LACKS = re.compile(r"Its text asks for (the package of )?«?([\w.\[\],-]+)»?\. If the owner agrees")
-_ADDS = re.compile(
-    r"The owner adds it: toprope env add "
-    r"('[\w.-]+\[[\w,.-]+\]'|[\w.-]+(?= -r))((?: -r [\w-]+)*)"
-)
-_BOUNDS = re.compile(r"(?:is|score) (-?[\d.]+)\b[^«»]*: set the knobs reward_low and reward_high")
-_RANGE = re.compile(r"gave (-?[\d.]+), beyond (-?[\d.]+) to (-?[\d.]+): declare `range`[^«»]*among the knobs")
-_WHOLE_ACTION = "action_json (true: the answer is the whole action) would do as well"
-_PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dotenv": "python-dotenv"}
-"""Module -> package of another name."""
-_SHUT = re.compile(r"Read-only file system: '(?P<place>[^']+)'|dir '(?P<made>[^']+)': Read-only file system")
-_FOLDER_FOR_FILE = re.compile(r"Is a directory: '([^']+)'")
-_AUTHORS = re.compile(
-    r"(?i)fix (score\(|tasks\(|it and list|its file|the environment's code)|(write|implement) solve\(|correct it, then|"
-    r"give (tasks a reference|Task\(|more distinct tasks)|declare the range: Part\(|use self\.random|in a reset\(|"
-    r"(errors|randomness|processes) in score\(|(data in|objects of) setup\(|print\(\) from|compare the whole|"
-    r"reward only properties|add tasks:|make splits disjoint|generate tasks with|remove the answer from|sort sets|"
-    r"limit loops|use tempfile"
-)
-"""Advice for who writes the environment's code."""
 _TRAINING = {
     "policy.max_context": CONTEXT,
     "budget.steps": STEPS,
@@ -87,66 +56,6 @@ _TRAINING = {
 }
 
 
-@dataclass
-class Result:
-    """The stages that an environment reached."""
-
-    candidate: Candidate
-    names: list[str] = field(default_factory=list)
-    """Its names in the catalog."""
-    reached: list[str] = field(default_factory=list)
-    failed_at: str = ""
-    error: str = ""
-    cures: int = 0
-    """Times that the owner carried out what an error asked for, and tried again."""
-
-    @property
-    def refused_host(self) -> str:
-        """The host whose refused connection the error names, outside of the output of a hang or crash. May be empty."""
-        error = _BESIDES.sub("", _PRINTED.split(self.error)[0])
-        host = _UNREACHED.search(error) or _HOST.search(error)
-        return host.group(1) if host is not None and _REFUSED.search(error) else ""
-
-    @property
-    def needs_key(self) -> bool:
-        """True if it was installed, did not reach a service and was given a placeholder for a key. The Hub has data."""
-        is_service = self.refused_host not in ("", "huggingface.co")
-        return is_service and self.failed_at not in ("fetched", "listed") and bool(keys_of([self.candidate]))
-
-    @property
-    def unfetched(self) -> bool:
-        """True if its repository's submodules could not be fetched."""
-        return self.failed_at == "fetched"
-
-    @property
-    def left_out(self) -> bool:
-        """True if it lacks data of the internet, so that no share counts it."""
-        return bool(self.refused_host) and not self.needs_key
-
-    @property
-    def unhelpful(self) -> bool:
-        """True if the error gives no cause or no cure, or advice for authors of code that the reader did not write."""
-        lines = [line for line in self.error.splitlines() if line.strip() and line.strip() != "Nothing was changed."]
-        return self.failed_at not in ("", "fetched") and (  # the latter is git's
-            len(lines) < 2 or "failed unexpectedly" in self.error or bool(_AUTHORS.search(self.error))
-        )
-
-    def record(self) -> dict[str, Any]:
-        """The result as JSON."""
-        return {
-            "ecosystem": self.candidate.ecosystem,
-            "name": self.candidate.name,
-            "catalog": self.names,
-            "reached": self.reached,
-            "failed_at": self.failed_at,
-            "error": self.error[:3000],
-            "cures": self.cures,
-            "refused_host": self.refused_host,
-            "left_out": self.left_out,
-            "unhelpful": self.unhelpful,
-        }
-
-
 class Refused(Exception):
     """A front door answered with an error; its text is the whole answer."""
 
@@ -159,10 +68,12 @@ class Traveller:
         client: A session with a server of that home.
         policy: The policy that answers in rollouts.
         grader: Address of a model that gives verdicts; the owner's name for it is `grader`.
+        data: A folder with data of other hosts, laid out as in a HOME.
     """
 
-    def __init__(self, home: Path, client: Client, policy: PolicyClient, grader: str) -> None:
+    def __init__(self, home: Path, client: Client, policy: PolicyClient, grader: str, data: Path | None = None) -> None:
         self._home, self._client, self._policy, self._grader = home, client, policy, grader
+        self._cures = Cures(home, data)
         self._variables = variables_of(home)
         self._workshop = Workshop.open()
 
@@ -175,7 +86,7 @@ class Traveller:
                 result.failed_at = result.error = ""
             except Refused as refusal:
                 result.error = str(refusal)
-                if result.cures < _CURES and self._cured(result):
+                if result.cures < _CURES and self._cures.carry_out(result):
                     result.cures += 1
                     continue
             except TimeoutError:
@@ -206,97 +117,6 @@ class Traveller:
             result.failed_at = "trained"
             await asyncio.wait_for(self._trained(name, knobs, splits, grades=grades), _TRAIN_S)
             result.reached.append("trained")
-
-    def _cured(self, result: Result) -> bool:
-        """Carry out the cure that an error names: a package of a missing module, a folder to be written, the bounds
-        of rewards, or the form of actions; False if it names no such cure, or the one before did not help."""
-        candidate = result.candidate
-        if beyond := _BOUNDS.search(result.error):
-            value, knobs = float(beyond[1]), dict(candidate.knobs)
-            size = 10.0 ** len(str(int(abs(value))))
-            name, bound = ("reward_low", -size) if value < 0 else ("reward_high", size)
-            if abs(float(str(knobs.get(name, 0.0)))) >= size:
-                return False
-            result.candidate = replace(candidate, knobs=(*(knobs | {name: bound}).items(),))
-            return True
-        if beyond := _RANGE.search(result.error):
-            value, low, high = map(float, beyond.groups())
-            size = 10.0 ** len(str(int(abs(value))))
-            wider = [min(low, -size) if value < low else low, max(high, size) if value > high else high]
-            result.candidate = replace(candidate, knobs=(*(dict(candidate.knobs) | {"range": wider}).items(),))
-            return True
-        if _WHOLE_ACTION in result.error and ("action_json", True) not in candidate.knobs:
-            result.candidate = replace(candidate, knobs=(*candidate.knobs, ("action_json", True)))
-            return True
-        if candidate.add and (lacks := _LACKS.search(result.error)):
-            name = lacks[2].partition(".")[0] if lacks[1] else lacks[2]
-            package = _PACKAGES.get(name, name)
-            if package in candidate.add:
-                return False
-            result.candidate = replace(candidate, add=(*candidate.add, "-r", package))
-            return True
-        if candidate.entry and (adds := _ADDS.search(result.error)):
-            words = (adds[1].strip("'"), *adds[2].split())
-            if words == candidate.add:
-                return False
-            result.candidate = replace(candidate, add=words)
-            return True
-        if "writes: [FOLDER]" in result.error and (shut := _SHUT.search(result.error)):
-            place = self._own_place(shut["place"] or os.path.dirname(shut["made"]), candidate)
-            file = self._home / "config" / "settings.yaml"
-            settings = json.loads(file.read_text())
-            writes = settings.setdefault("environment", {}).setdefault(result.names[0], {}).setdefault("writes", [])
-            if place is None or str(place) in writes:
-                return False
-            try:
-                place.mkdir(parents=True, exist_ok=True)
-            except OSError:
-                return False
-            writes.append(str(place))
-            file.write_text(json.dumps(settings))
-            return True
-        if mistaken := _FOLDER_FOR_FILE.search(result.error):
-            return self._opened_above(Path(os.path.realpath(mistaken[1])), result)
-        return False
-
-    def _opened_above(self, made: Path, result: Result) -> bool:
-        """Open the folder above one that was made where the environment writes a file; False if none was made there."""
-        file = self._home / "config" / "settings.yaml"
-        settings = json.loads(file.read_text())
-        writes = settings.get("environment", {}).get(result.names[0], {}).get("writes", [])
-        above = self._own_place(str(made.parent), result.candidate)
-        if str(made) not in writes or above is None:
-            return False
-        try:
-            made.rmdir()
-        except OSError:
-            return False
-        writes[writes.index(str(made))] = str(above)
-        file.write_text(json.dumps(settings))
-        return True
-
-    def _own_place(self, named: str, candidate: Candidate) -> Path | None:
-        """Return the folder to open for a path that an error names, without links; None if it is not the benchmark's.
-
-        The error is of other authors' code and may name any path. Only places of the benchmark are opened: below its
-        home and its temporary folder, and in the candidate's folder, but no settings and no repository of git.
-        """
-        try:
-            place = Path(os.path.realpath(named))
-            place = place.parent if place.is_file() else place
-            added = Path(os.path.realpath(candidate.add[0])) if candidate.add else None
-        except (OSError, ValueError):
-            return None
-        config = (self._home / "config").resolve()
-        if not os.path.isabs(named) or place.is_relative_to(config) or config.is_relative_to(place):
-            return None
-        own = [self._home.resolve()]
-        if temporary := os.environ.get("TOPROPE_BENCH_DIR"):
-            own.append(Path(temporary).resolve())
-        if added is not None and added.exists():
-            own.append(added if added.is_dir() else added.parent)
-        inside = any(place.is_relative_to(folder) for folder in own)
-        return place if inside and ".git" not in place.parts else None
 
     async def _listed(self, candidate: Candidate) -> list[str]:
         before = await asyncio.to_thread(self._usable, candidate.ecosystem)
@@ -403,7 +223,7 @@ class Traveller:
                 await sample(maker)
             return MODEL_ROLES in card.tags
         except WorkerFailure as failure:
-            told = failed(entry, failure)
+            told = failed(entry, failure, options.walls)
             raise Refused(f"{told.message}\n{told.hint}") from None
         except TopropeError as error:
             raise Refused(f"{error.message}\n{error.hint}") from None

@@ -13,14 +13,21 @@ import pytest
 
 import toprope.sdk.checks as checks
 from benchmarks.foreign.candidates import COLLECTORS, PACKAGES_KEYS, Candidate, keys_of
+from benchmarks.foreign.cures import Cures
 from benchmarks.foreign.foreign import draw, figures_of
 from benchmarks.foreign.grader import verdict
-from benchmarks.foreign.journey import Refused, Result, Traveller, sample
+from benchmarks.foreign.journey import Refused, Traveller, sample
+from benchmarks.foreign.result import Result
 from toprope.records.journal.groups import Outcome
+from toprope.records.run.specification import EnvironmentSource
+from toprope.records.walls import Walls
 from toprope.sdk.checks.observed import Again, Ended, Observed, Scored, SplitSeen, TaskSeen
 from toprope.sdk.errors import WorkerError, WorkerTimeout
 from toprope.workbench.catalog.describe import failed
+from toprope.workbench.entries import Entry
 
+SOURCE = EnvironmentSource(name="words", adapter="verifiers", target="words")
+ENTRY = Entry("words", "", "added", "not tried", "", None, SOURCE, ecosystem="verifiers")
 REFUSED = "It did not load: couldn't connect to 'https://data.example.org/x'.\nAllow the host."
 
 
@@ -239,17 +246,17 @@ def test_owner_carries_out_the_cures_that_errors_name(tmp_path, monkeypatch):
 
 
 def test_owner_adds_a_package_with_the_extra_that_its_task_needs(tmp_path):
-    traveller = Traveller(tmp_path, None, None, "")
+    cures = Cures(tmp_path)
     result = Result(Candidate("inspect_ai", "x", ("games",), "inspect_ai/games/x"))
     for said, add in (
         ("'games[golf]' -r inspect_ai", ("games[golf]", "-r", "inspect_ai")),
         ("games -r gensim", ("games", "-r", "gensim")),
     ):
         result.error = f"games/x needs what is not installed: words. The owner adds it: toprope env add {said}."
-        assert traveller._cured(result) and result.candidate.add == add
-        assert not traveller._cured(result), "a second time it does not help"
+        assert cures.carry_out(result) and result.candidate.add == add
+        assert not cures.carry_out(result), "a second time it does not help"
     result = Result(replace(result.candidate, entry=""), error=result.error)
-    assert not traveller._cured(result), "a file is added by its own way"
+    assert not cures.carry_out(result), "a file is added by its own way"
 
 
 def test_only_places_of_the_benchmark_are_opened_to_foreign_code(tmp_path, monkeypatch):
@@ -261,12 +268,12 @@ def test_only_places_of_the_benchmark_are_opened_to_foreign_code(tmp_path, monke
     settings = home / "config" / "settings.yaml"
     settings.write_text("{}")
     monkeypatch.delenv("TOPROPE_BENCH_DIR", raising=False)
-    traveller = Traveller(home, None, None, "")
+    cures = Cures(home)
 
     def opened(place, error="Read-only file system: '{}'\nwrites: [FOLDER]"):
         result = Result(Candidate("trl", "x", (str(added),)), names=["x"])
         result.error = error.format(place)
-        cured = traveller._cured(result)
+        cured = cures.carry_out(result)
         listed = json.loads(settings.read_text()).get("environment", {}).get("x", {}).get("writes", [])
         assert not cured or Path(listed[-1]).is_dir()
         return listed[-1] if cured else ""
@@ -288,26 +295,45 @@ def test_only_places_of_the_benchmark_are_opened_to_foreign_code(tmp_path, monke
 
 
 def test_whole_actions_are_given_where_a_server_does_not_say_its_actions(tmp_path):
-    traveller = Traveller(tmp_path, None, None, "")
+    cures = Cures(tmp_path)
     result = Result(Candidate("openenv", "x"))
     result.error = (
         "It needs the knob action (str). action_json (true: the answer is the whole action) would do as well."
     )
-    assert traveller._cured(result) and result.candidate.knobs == (("action_json", True),)
-    assert not traveller._cured(result), "a second time it does not help"
+    assert cures.carry_out(result) and result.candidate.knobs == (("action_json", True),)
+    assert not cures.carry_out(result), "a second time it does not help"
 
 
 def test_range_of_rewards_is_widened_where_a_server_gives_more(tmp_path):
-    traveller = Traveller(tmp_path, None, None, "")
+    cures = Cures(tmp_path)
     result = Result(Candidate("nemo_gym", "x", knobs=(("judge_model", "grader"),)))
     said = "/verify gave {}, beyond {} to {}: declare `range`: [low, high], or `clip`: true, among the knobs."
     result.error = said.format(3, 0, 1)
-    assert traveller._cured(result)
+    assert cures.carry_out(result)
     assert dict(result.candidate.knobs) == {"judge_model": "grader", "range": [0.0, 10.0]}
     result.error = said.format(-2.5, 0, 10)
-    assert traveller._cured(result) and dict(result.candidate.knobs)["range"] == [-10.0, 10.0]
+    assert cures.carry_out(result) and dict(result.candidate.knobs)["range"] == [-10.0, 10.0]
     result.error = said.format(3, 0, 1).replace("among the knobs", "in the target")
-    assert not traveller._cured(result)
+    assert not cures.carry_out(result)
+
+
+def test_data_that_the_owner_has_are_copied_to_the_home_that_lacks_them(tmp_path):
+    home, data, outside = tmp_path / "home", tmp_path / "data", tmp_path / "outside"
+    (data / "nltk_data").mkdir(parents=True)
+    (data / "nltk_data" / "words").write_text("one")
+    result = Result(Candidate("verifiers", "x"))
+
+    def copied(place, cures):
+        told = failed(
+            ENTRY, WorkerError("raised", "OSError", "a.example could not be reached"), Walls(homes=str(place))
+        )
+        result.error = f"{told.message}\n{told.hint}"
+        return cures.carry_out(result)
+
+    assert not copied(home / "homes", Cures(home)) and not copied(outside, Cures(home, data))
+    assert copied(home / "homes", Cures(home, data)) and not outside.exists()
+    assert (home / "homes" / "words" / "nltk_data" / "words").read_text() == "one"
+    assert not copied(home / "homes", Cures(home, data)), "a second time it does not help"
 
 
 def test_verdicts_have_the_form_that_is_asked_for():

@@ -171,7 +171,7 @@ def test_data_of_nltk_is_fetched_for_a_game_that_lacks_it(tmp_path: Path, monkey
     there.clear()
     monkeypatch.setitem(sys.modules, "nltk", SimpleNamespace(download=lambda name: False))
     monkeypatch.setattr(errors, "_unreached", ["data.example.org"])
-    with pytest.raises(LoadError, match="nltk.downloader words, once") as lacking:
+    with pytest.raises(LoadError, match="/nltk_data words, once") as lacking:
         opened(tmp_path / "words.py", words)
     assert "network; data.example.org could not be reached" in errors.Failure.of(lacking.value).message
 

@@ -203,7 +203,6 @@ WORDS = """
     import nltk
     from nltk.corpus import words
     from textarena.core import SinglePlayerState
-
     class WordsEnv:
         def __init__(self):
             raise LookupError("Resource words not found. Use the NLTK Downloader: nltk.download('words')")
@@ -255,19 +254,21 @@ async def say(link: WorkerClient, *moves: list[Any]) -> list[dict[str, Any]]:
     return await link.call("advance", moves=[[*move, False] for move in moves])
 
 
-def test_games_are_listed_with_their_problems(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(packages / "nobody"))
-    listed = {one.name: one for one in textarena.installed(packages)}
+def test_games_are_listed_with_their_problems(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site_packages, data = tmp_path / "venv/lib/python3.11/site-packages", tmp_path / "venv/nltk_data"
+    site_packages.parent.mkdir(parents=True)
+    site_packages.symlink_to(packages)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no worker's
+    (tmp_path / "nltk_data/corpora/words").mkdir(parents=True)
+    listed = {one.name: one for one in textarena.installed(site_packages)}
     assert {name: (one.needs, bool(one.problem)) for name, one in listed.items()} == {
         "Guess-v0": ("", False), "Same-v0": ("", False), "Words-v0": ("network", True), "Old-v0": ("", True),
         "Judge-v0": ("", False), "Sums-v0": ("install", True), "Two-v0": ("", False),
     }  # fmt: skip
     assert listed["Guess-v0"].turns == 7 and listed["Guess-v0"].description.endswith("(high 9, max_turns 3)")
-    assert "nltk.downloader words" in listed["Words-v0"].problem and "no_such_package" in listed["Sums-v0"].problem
-    data = packages / "data"
+    assert f"-d {data} words" in listed["Words-v0"].problem and "no_such_package" in listed["Sums-v0"].problem
     (data / "corpora/words").mkdir(parents=True)
-    monkeypatch.setenv("NLTK_DATA", str(data))
-    assert not {one.name: one for one in textarena.installed(packages)}["Words-v0"].problem
+    assert not {one.name: one for one in textarena.installed(site_packages)}["Words-v0"].problem
     assert textarena.installed(packages / "nowhere") == []
 
 
@@ -409,7 +410,7 @@ def test_game_that_does_not_start_says_why(packages: Path) -> None:
         ("Two-v0", {"players": 1}, "invalid", "two players, not 1"),
         ("Old-v0", {}, "load", "does not parse with Python 3."),
         ("Sums-v0", {}, "load", "needs no_such_package"),
-        ("Words-v0", {}, "load", "-m nltk.downloader words, once"),
+        ("Words-v0", {}, "load", "/nltk_data words, once"),
         ("Guess-v0", {"high": 1}, "invalid", "refuses these knobs: high must be more than 1"),
     ]
 

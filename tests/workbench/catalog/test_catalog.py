@@ -15,6 +15,7 @@ import pytest
 
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
 from toprope.records.run.specification import EnvironmentSource
+from toprope.records.walls import Walls
 from toprope.sdk.errors import WorkerError, WorkerTimeout
 from toprope.shipped import ENVIRONMENTS
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
@@ -283,7 +284,7 @@ def test_shipped_folder_holds_the_template() -> None:
         ("the game is over", "the same toprope env add, with --requirement PACKAGE"),
     ],
 )
-def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cure: str) -> None:
+def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cure: str, tmp_path: Path) -> None:
     source = EnvironmentSource(name="far", adapter="openenv", target="far.py:app")
     entry = Entry("openenv/far", "", "installed", "not tried", "", None, source, ecosystem="openenv")
     answer = failed(entry, WorkerError("raised", "ModuleNotFoundError", told))
@@ -310,6 +311,9 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
         assert "asks for a key" not in failed(entry, WorkerError("raised", "KeyError", f"'{name}'")).hint
     unreached = failed(entry, WorkerError("raised", "OSError", "rows not found; a.example could not be reached"))
     assert "environment.network: allow" in unreached.hint and unreached.hint.startswith("It needs data from there")
+    assert "HOME" not in unreached.hint, "that of a worker without a home is not kept"
+    kept = failed(entry, WorkerError("raised", "OSError", "a.example could not be reached"), Walls(homes=str(tmp_path)))
+    assert f"Its HOME, {tmp_path / source.name}, keeps what it loads: `toprope env try {entry.name}`" in kept.hint
     beside = failed(
         entry, WorkerError("raised", "RuntimeError", "bad name ''; besides, a.example could not be reached")
     )

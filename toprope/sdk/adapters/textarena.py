@@ -18,7 +18,6 @@ import ast
 import dataclasses
 import importlib
 import itertools
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -235,17 +234,22 @@ def _problem(site_packages: Path, entry: str) -> tuple[bool, bool, str, str] | N
     needed = [data for data, word in ((_WORDS, "words"), (_TAGGER, "pos_tag")) if "nltk" in text and word in text]
     if missing := [data for data in needed if not _nltk_has(data, site_packages)]:
         names = " ".join(data.rpartition("/")[2] for data in missing)
-        return *kind, "network", f"needs data of NLTK: python -m nltk.downloader {names} in its interpreter, once"
+        place = _prefix(site_packages)
+        command = f"{place}/bin/python -m nltk.downloader -d {place}/nltk_data {names}"
+        return *kind, "network", f"needs data of NLTK: {command}, once"
     return *kind, "", ""
 
 
 def _nltk_has(data: str, site_packages: Path) -> bool:
-    """Return True if NLTK finds its data for an interpreter with these packages."""
-    prefix = site_packages.parents[2] if len(site_packages.parents) > 2 else site_packages
-    variable_folders = [Path(place) for place in os.environ.get("NLTK_DATA", "").split(os.pathsep) if place]
+    """Return True if NLTK finds its data where all workers with these packages look; each has a HOME of its own too."""
+    prefix = _prefix(site_packages)
     shared = [Path(root, below) for root in (prefix, "/usr", "/usr/local") for below in ("share", "lib")]
-    places = [*variable_folders, *(root / "nltk_data" for root in (Path.home(), prefix, *shared))]
+    places = [root / "nltk_data" for root in (prefix, *shared)]
     return any((place / data).is_dir() or (place / f"{data}.zip").is_file() for place in places)
+
+
+def _prefix(site_packages: Path) -> Path:
+    return site_packages.parents[2] if len(site_packages.parents) > 2 else site_packages
 
 
 def _kind_of_game(alone: bool, asks: bool) -> str:

@@ -115,7 +115,7 @@ async def check(
         with tempfile.TemporaryDirectory(prefix="toprope-check-", ignore_cleanup_errors=True) as folder:
             await checked.run(full, folder)
     except WorkerFailure as failure:
-        raise failed(entry, failure) from failure
+        raise failed(entry, failure, options.walls) from failure
     except OSError as error:
         raise NotPossibleNow(
             f"{entry.name} cannot be tried: {error}. Nothing was changed.",

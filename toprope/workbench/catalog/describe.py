@@ -216,7 +216,7 @@ class Describer:
             except WorkerFailure:  # the card is valid without tasks
                 tasks, grace = (), 0.0
         except WorkerFailure as failure:
-            raise failed(entry, failure) from failure
+            raise failed(entry, failure, options.walls) from failure
         finally:
             if link is not None:
                 await asyncio.shield(link.close(grace))
@@ -315,24 +315,24 @@ def _remarks(card: Card, examples: Sequence[Example], sizes: Mapping[str, SplitS
     return remarks
 
 
-def failed(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidValue:
+def failed(entry: Entry, failure: WorkerFailure, walls: Walls = _DEFAULTS.walls) -> EnvironmentFailed | InvalidValue:
     """Convert a worker's failure into an EnvironmentFailed or InvalidValue; its text is untrusted."""
-    error = _error_of(entry, failure)
+    error = _error_of(entry, failure, walls)
     error.message = visible(error.message)
     return error
 
 
-def _error_of(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidValue:
+def _error_of(entry: Entry, failure: WorkerFailure, walls: Walls) -> EnvironmentFailed | InvalidValue:
     if isinstance(failure, WorkerError):
         if failure.kind == "invalid":
             hint = "Its settings are given as knobs: select_environment, describe_environment and check_environment "
             hint += f"take {call('select_environment', name=entry.name, knobs={'NAME': 'VALUE'})}."
             if failure.message.endswith(_UNREACHED):
-                hint = f"{_cure(entry, failure)} {hint}"
+                hint = f"{_cure(entry, failure, walls)} {hint}"
             return InvalidValue(f"{entry.name}: {marked(failure.message, _LONGEST)}", hint=hint)
         place = f" at {failure.where}" if failure.where else ""
         raised = f"{entry.name} raised {named(failure.type)}: {marked(failure.message.rstrip('.'), _LONGEST)}{place}."
-        if entry.ecosystem != "toprope" and (cure := _cure(entry, failure)):
+        if entry.ecosystem != "toprope" and (cure := _cure(entry, failure, walls)):
             return EnvironmentFailed(raised, hint=cure)
         if failure.kind == "load":
             cure = "Fix this first." if entry.ecosystem == "toprope" else _FOREIGN
@@ -359,15 +359,19 @@ def _error_of(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | Inval
     return EnvironmentFailed(died, hint="Look for os._exit, a crash in native code, or too little memory.")
 
 
-def _cure(entry: Entry, failure: WorkerError) -> str:
+def _cure(entry: Entry, failure: WorkerError, walls: Walls) -> str:
     """Return what helps against a failure of other authors' code; empty if its text does not tell."""
     text = failure.message
     if text.endswith(_UNREACHED):
         begun = "Its settings may be at fault (describe_environment with knobs), or it" if _BESIDES in text else "It"
+        home = environment_wall(walls, entry.environment).home
+        kept = (
+            f"Its HOME, {home}, keeps what it loads: `toprope env try {entry.name}` where that host can be reached "
+            "fills that folder, or the owner copies data there (the Hub's to .cache/huggingface, NLTK's to nltk_data)."
+        )
         return (
-            f"{begun} needs data "
-            "from there. Load it once where that host can be reached, with HF_HOME or a folder that this machine "
-            "reads, name data of your own by its knobs, set environment.network: allow, or choose another environment."
+            f"{begun} needs data from there. {kept if home else 'Run it where that host can be reached.'} Else name "
+            "data of your own by its knobs, set environment.network: allow, or choose another environment."
         )
     if match := _OTHER_VERSION.search(text):
         package, version = named(match["package"]), named(match["version"])

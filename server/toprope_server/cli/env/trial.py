@@ -101,7 +101,7 @@ async def _sample(
         if not opened and not knobs:
             workshop.opened.forget(entry)
         output.show()
-        raise failed(entry, failure) from failure
+        raise failed(entry, failure, options.walls) from failure
     except PromptTooLong as error:
         raise InvalidValue(
             f"A prompt is too long: {error.message}.",

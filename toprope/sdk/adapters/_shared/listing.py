@@ -78,5 +78,6 @@ def why_not(error: BaseException) -> str:
     text = str(error)
     if "nltk.download" in text or "NLTK" in text:
         names = " ".join(dict.fromkeys(_NLTK_DATA.findall(text))) or "words averaged_perceptron_tagger_eng"
-        return f"it needs data of NLTK: {sys.executable} -m nltk.downloader {names}, once, with a network"
+        place = f"{sys.prefix}/nltk_data"  # that of the user's HOME is not the worker's
+        return f"it needs data of NLTK: {sys.executable} -m nltk.downloader -d {place} {names}, once, with a network"
     return " ".join(text.split())[:300] or type(error).__name__
