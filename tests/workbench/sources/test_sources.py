@@ -15,6 +15,7 @@ from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.discovery import NAME, environment_files, name_of
 from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.catalog.opened import Opened
 from toprope.workbench.entries import Entry, Names
 from toprope.workbench.interpreters.known import Known, known_interpreters
 from toprope.workbench.interpreters.registry import Added, Registry
@@ -211,8 +212,6 @@ def test_adapter_finds_package_module_or_editable_install(tmp_path: Path) -> Non
 
 
 def test_added_environments_are_listed_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "ours.py").write_text(OURS)
@@ -239,8 +238,10 @@ def test_added_environments_are_listed_by_kind(tmp_path: Path, monkeypatch: pyte
     assert '"path": "hf:openai/gsm8k"' in str(sums.environment.target)
     assert (found["served"].status, found["served"].environment.target) == ("ready", "http://127.0.0.1:9")
     assert found["odd"].status == "broken" and "nobody" in found["odd"].problem
-    (tmp_path / "hub" / "hub" / "datasets--openai--gsm8k").mkdir(parents=True)
-    assert catalog.find("sums").status == "ready"
+    opened = Opened(tmp_path)
+    assert opened.state(sums) == "needs network"
+    opened.add(sums)
+    assert opened.state(sums) == "ready", "its HOME keeps the data"
 
 
 def test_added_folder_that_is_one_environment_lists_no_files_but_those_of_the_sdk(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def _nature(described: Description) -> str:
     entry = described.entry
     interpreter = "an interpreter of its own" if entry.environment.interpreter else "Toprope's interpreter"
     versions = ", ".join(f"{name} {version}" for name, version in described.card.versions.items() if name != "sha256")
-    needs = "" if entry.status == "ready" else f" It {_state(entry)}"
+    needs = "" if entry.status == "ready" else f" It {_state(entry, entry.status)}"
     lends = ", gives the policy tools" if entry.tools else ""
     return (
         f"Ecosystem {entry.ecosystem}{lends}; runs in {interpreter} ({named(versions, 200)}), "
@@ -306,7 +306,7 @@ def _nature(described: Description) -> str:
 
 
 def _state(entry: Entry, state: str = "ready") -> str:
-    return state if entry.status == "ready" else f"{entry.status}: {marked(entry.problem, 400)}"
+    return state if state in ("ready", "not tried") else f"{state}: {marked(entry.problem, 400)}"
 
 
 def _summary(entry: Entry) -> str:

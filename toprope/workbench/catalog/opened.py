@@ -40,10 +40,15 @@ class Opened:
         """Opened by this process."""
 
     def state(self, entry: Entry, known: dict[str, float] | None = None) -> str:
-        """Return an entry's state: `ready` only if it was opened, else `not tried`; other states as they are."""
-        if entry.status != "ready" or entry.source in _TESTED:
+        """Return an entry's state: `ready` only if it was opened, else `not tried`; other states as they are.
+
+        One that needs a network keeps what it loaded, so that it is ready as well once it was opened.
+        """
+        if entry.status not in ("ready", "needs network") or entry.source in _TESTED:
             return entry.status
-        return "ready" if _key(entry) in (self.read() if known is None else known) else "not tried"
+        if _key(entry) in (self.read() if known is None else known):
+            return "ready"
+        return "not tried" if entry.status == "ready" else entry.status
 
     def read(self) -> dict[str, float]:
         """Return the times of opening by environment."""

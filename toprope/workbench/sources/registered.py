@@ -6,7 +6,6 @@ Added virtual environments are interpreters, whose packages the source `installe
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -107,13 +106,12 @@ def _dataset_entry(addition: Added, names: Names) -> Entry:
     """Return the entry of a Hub data set; knobs select the columns of question and answer."""
     hub_id = addition.given.removeprefix("hf:")
     description = f"The data set {hub_id} of the Hugging Face Hub"
-    here = _in_cache(hub_id)
     entry = Entry(
         name=addition.name,
         description=description,
         source="hub",
-        status="ready" if here else "needs network",
-        problem="" if here else "It is downloaded at the first use.",
+        status="needs network",
+        problem="It is downloaded at the first use, and kept.",
         turns=1,
         environment=EnvironmentSource(
             name=addition.name,
@@ -128,13 +126,3 @@ def _dataset_entry(addition: Added, names: Names) -> Entry:
 def _reject_taken_name(entry: Entry, names: Names) -> Entry:
     taken = names.objection(entry.name, f"added:{entry.name}", "Remove this one and add it with another --name.")
     return dataclasses.replace(entry, status="broken", problem=taken) if taken else entry
-
-
-def _in_cache(hub_id: str) -> bool:
-    """Return True if the local cache of the Hub has the data set."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
-    return (hub / f"datasets--{hub_id.replace('/', '--')}").is_dir() or (
-        prepared / hub_id.replace("/", "___").lower()
-    ).is_dir()

@@ -98,7 +98,7 @@ def list_environments(
         if everything:
             for entry in workshop.catalog.entries():
                 state = workshop.opened.state(entry, opened)
-                reason = f": {clip(entry.problem, 120)}" if entry.status != "ready" else ""
+                reason = f": {clip(entry.problem, 120)}" if state not in ("ready", "not tried") else ""
                 note = f" [{state}{reason}]" if state != "ready" else ""
                 typer.echo(f"{entry.name}{note}  {clip(entry.description, 100)}".rstrip())
             return
