@@ -1,4 +1,4 @@
-"""Shared by the commands: report errors in one line, and open the owner's workshop."""
+"""Shared by the commands: report errors, and open the owner's workshop."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ def reporting_errors() -> Iterator[None]:
     try:
         yield
     except TopropeError as error:
-        from toprope_server.cli.wording import in_commands
-
-        typer.echo(f"toprope: {in_commands(str(error))}", err=True)
+        tell(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:  # the reader of the pipe has seen enough
         sys.stderr.close()
         raise typer.Exit(141) from None
+
+
+def tell(error: TopropeError) -> None:
+    """Print an error of ours and, on a line of its own, its next step as a command."""
+    from toprope_server.cli.wording import in_commands
+
+    lines = "\n".join(filter(None, (error.message, error.hint)))
+    typer.echo(f"toprope: {in_commands(lines)}", err=True)
 
 
 @contextmanager

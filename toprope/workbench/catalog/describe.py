@@ -362,7 +362,7 @@ def _error_of(entry: Entry, failure: WorkerFailure, walls: Walls) -> Environment
 def _cure(entry: Entry, failure: WorkerError, walls: Walls) -> str:
     """Return what helps against a failure of other authors' code; empty if its text does not tell."""
     text = failure.message
-    if text.endswith(_UNREACHED):
+    if text.rstrip(".").endswith(_UNREACHED):
         begun = "Its settings may be at fault (describe_environment with knobs), or it" if _BESIDES in text else "It"
         home = environment_wall(walls, entry.environment).home
         kept = (

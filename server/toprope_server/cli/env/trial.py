@@ -17,7 +17,7 @@ import anyio
 import typer
 
 from toprope.text_format import plural
-from toprope_server.cli.context import open_workshop
+from toprope_server.cli.context import open_workshop, tell
 from toprope_server.cli.runs.naming import complete_environment
 from toprope_server.cli.wording import in_commands
 
@@ -341,7 +341,7 @@ def check(
             )
         )
     except TopropeError as error:
-        typer.echo(f"toprope: {in_commands(str(error))}", err=True)
+        tell(error)
         raise typer.Exit(2) from None
     if as_json:
         typer.echo(answer.data.model_dump_json(indent=1))

@@ -194,6 +194,9 @@ def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, scri
     offline.write_text("raise OSError('No snapshot. To go online, set HF_HUB_OFFLINE=0')\n")
     with pytest.raises(LoadError, match="the cache of the Hugging Face Hub, or environment.network"):
         trl.make(json.dumps({"file": str(offline), "script": True}))
+    offline.write_text("raise ConnectionError(\"Couldn't reach 'someone/sums' on the Hub\")\n")
+    with pytest.raises(LoadError, match="huggingface.co could not be reached$"):  # it is told what helps
+        trl.make(json.dumps({"file": str(offline), "script": True}))
     with pytest.raises(LoadError, match="rollout function"):
         trl.make(listed.target)
 
