@@ -293,7 +293,10 @@ class _Output:
         self._pieces.append(data)
 
     def show(self) -> None:
+        from toprope.text_format import printed_line
+
         text = b"".join(self._pieces).decode(errors="replace").rstrip()
+        text = "\n".join(map(printed_line, text.split("\n")))  # the last state of a progress bar
         self._pieces.clear()
         if text:
             typer.echo(f"the environment printed:\n{_cut(text)}", err=True)

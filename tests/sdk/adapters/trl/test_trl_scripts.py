@@ -74,6 +74,18 @@ QUICKSTART = """
     open(__file__ + ".trained", "w").close()
     trainer.train()
 """
+SPLIT = """
+    from trl import GRPOConfig, GRPOTrainer, ScriptArguments, TrlParser
+
+    if __name__ == "__main__":
+        given, training = TrlParser((ScriptArguments, GRPOConfig)).parse_args_and_config()
+        rows = {
+            split: [{"prompt": f"Say {split} {n}"} for n in range(40)]
+            for split in (given.dataset_test_split, given.dataset_train_split)
+        }
+        rows = rows[given.dataset_train_split] if not given.dataset_streaming else None
+        GRPOTrainer(model="m", reward_funcs=lambda completions, **row: [1.0], args=training, train_dataset=rows)
+"""
 OWN_REWARD = (
     "def think_format_reward(completions, **kwargs): return [float('<think>' in c[0]['content']) for c in completions]"
 )
@@ -170,6 +182,17 @@ def test_the_knob_arguments_reaches_the_command_line_of_a_script(script: Path) -
     assert turn["messages"][-1]["content"] == "7"
     with pytest.raises(LoadError, match="sys.exit.2.*`arguments`"):
         service.answer("open", {"source": source, "knobs": {"arguments": "--subtract 1"}})
+
+
+def test_arguments_of_a_script_have_the_defaults_of_trl(tmp_path: Path) -> None:
+    script = tmp_path / "split.py"
+    script.write_text(textwrap.dedent(SPLIT))
+    source = {"adapter": "trl", "target": json.dumps({"file": str(script), "script": True})}
+    for arguments, said in (("", "Say train"), ("--dataset_train_split test", "Say test")):
+        service = Service()
+        service.answer("open", {"source": source, "knobs": {"arguments": arguments}})
+        [task] = service.answer("tasks", {"split": "train", "start": 0, "count": 1})["tasks"]
+        assert said in task["messages"][-1]["content"]
 
 
 def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, script: Path) -> None:

@@ -70,6 +70,12 @@ class _Settings:
         return None
 
 
+class _ScriptArguments(_Settings):
+    """TRL's arguments of its scripts, with those defaults that are not None."""
+
+    dataset_train_split, dataset_test_split, dataset_streaming = "train", "test", False
+
+
 class _Anything:
     """A class or function that only training uses."""
 
@@ -93,7 +99,8 @@ class _Parser:
 
     def parse_args_and_config(self, *positional: Any, **named: Any) -> tuple[Any, ...]:
         kinds: list[Any] = list(self._kinds)
-        parsed = tuple(kind() if isinstance(kind, type) and is_dataclass(kind) else _Settings() for kind in kinds)
+        known = [isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, _Settings)) for kind in kinds]
+        parsed = tuple(kind() if is_known else _Settings() for kind, is_known in zip(kinds, known, strict=True))
         words = iter(sys.argv[1:])
         for word in words:
             if word.startswith("--"):
@@ -109,7 +116,8 @@ class _Parser:
 
 _REPLACED = {
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), _Trainer),
-    **dict.fromkeys(("GRPOConfig", "RLOOConfig", "ModelConfig", "ScriptArguments"), _Settings),
+    **dict.fromkeys(("GRPOConfig", "RLOOConfig", "ModelConfig"), _Settings),
+    "ScriptArguments": _ScriptArguments,
     **dict.fromkeys(("get_peft_config", "get_quantization_config", "get_kbit_device_map"), _Anything()),
     "TrlParser": _Parser,
     "RichProgressCallback": _Anything,
