@@ -12,8 +12,6 @@ from pathlib import Path
 from benchmarks.foreign.candidates import Candidate
 from benchmarks.foreign.result import Result
 
-__all__ = ["Cures"]
-
 _LACKS = re.compile(r"Its text asks for (the package of )?«?([\w.\[\],-]+)»?\. If the owner agrees")
 _ADDS = re.compile(
     r"The owner adds it: toprope env add "
@@ -89,16 +87,25 @@ class Cures:
             writes.append(str(place))
             file.write_text(json.dumps(settings))
             return True
-        if self._data is not None and (kept := _KEPT.search(result.error)):
-            place = Path(kept[1]).resolve()
-            if not place.is_relative_to((self._home / "homes").resolve()) or (place / _COPIED).exists():
-                return False
-            shutil.copytree(self._data, place, dirs_exist_ok=True)
-            (place / _COPIED).touch()
-            return True
+        # What the environment itself said is quoted.
+        if self._data is not None and (kept := _KEPT.search(result.error.rpartition("»")[2])):
+            return self._copied(Path(kept[1]))
         if mistaken := _FOLDER_FOR_FILE.search(result.error):
             return self._opened_above(Path(os.path.realpath(mistaken[1])), result)
         return False
+
+    def _copied(self, place: Path) -> bool:
+        """Copy the owner's data to an environment's HOME; False if that was done, or is not possible."""
+        assert self._data is not None
+        try:
+            is_linked = any(map(Path.is_symlink, place.iterdir()))  # by the environment, to anywhere
+            if is_linked or place.parent.resolve() != (self._home / "homes").resolve() or (place / _COPIED).exists():
+                return False
+            shutil.copytree(self._data, place, dirs_exist_ok=True)
+            (place / _COPIED).touch()
+        except OSError:
+            return False
+        return True
 
     def _opened_above(self, made: Path, result: Result) -> bool:
         """Open the folder above one that was made where the environment writes a file; False if none was made there."""

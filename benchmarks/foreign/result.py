@@ -8,8 +8,6 @@ from typing import Any
 
 from benchmarks.foreign.candidates import Candidate, keys_of
 
-__all__ = ["STAGES", "Result"]
-
 STAGES = ("listed", "described", "checked", "rolled", "trained")
 _REFUSED = re.compile(
     r"(?i)connection ?(refused|error)|connect(ion)? to|could ?n.t (connect|reach)|cannot (connect|reach)|"

@@ -330,10 +330,17 @@ def test_data_that_the_owner_has_are_copied_to_the_home_that_lacks_them(tmp_path
         result.error = f"{told.message}\n{told.hint}"
         return cures.carry_out(result)
 
+    for place in (home / "homes" / "words", outside / "words"):  # a worker has made it
+        place.mkdir(parents=True)
     assert not copied(home / "homes", Cures(home)) and not copied(outside, Cures(home, data))
-    assert copied(home / "homes", Cures(home, data)) and not outside.exists()
+    assert copied(home / "homes", Cures(home, data)) and not any((outside / "words").iterdir())
     assert (home / "homes" / "words" / "nltk_data" / "words").read_text() == "one"
     assert not copied(home / "homes", Cures(home, data)), "a second time it does not help"
+    result.error = f"x raised OSError: «Its HOME, {home / 'homes' / 'words'}, keeps what it loads».\nFix it."
+    (home / "homes" / "words" / ".data-copied").unlink()
+    assert not Cures(home, data).carry_out(result), "the environment said that"
+    (home / "homes" / "words" / ".cache").symlink_to(outside)
+    assert not copied(home / "homes", Cures(home, data)), "through a link that the environment made"
 
 
 def test_verdicts_have_the_form_that_is_asked_for():

@@ -31,7 +31,9 @@ from toprope.trajectories.datasets.store import DatasetStore
 from toprope.trajectories.items import TrajectoryItem
 from toprope.trajectories.jobs.jobs import Job, hold
 from toprope.trajectories.jobs.orders import Order
+from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.data import begin, build_order, export_order
+from toprope.workbench.interpreters.registry import Added, Registry
 
 KEY = "sk-very-secret-0123456789"
 WAIT_S = 120.0
@@ -223,6 +225,14 @@ def test_recipes_with_environments_keep_the_owners_locks(shop):
     assert order.network is False and order.locks["environment.network"]["reason"] == "No calls."
     assert order.load_timeout_s == 900.0
     assert build_order(shop.home, shop.catalog, "free", [], None, recipe).order.load_timeout_s == 120.0
+
+
+def test_recipes_take_data_sets_of_the_hub(shop):
+    with Registry(shop.home.environments_file).changing() as entries:
+        entries["sums"] = Added(name="sums", given="hf:openai/gsm8k", kind="dataset")
+    recipe = {"target_size": 3, "steps": [{"environment": "sums"}]}
+    order = build_order(shop.home, Catalog.of_home(shop.home), "sums", [], None, recipe).order
+    assert "openai/gsm8k" in str(order.environments["sums"].target)
 
 
 def test_recipe_s_environment_that_loads_too_long_is_told(shop, settings):

@@ -241,7 +241,7 @@ def _fill(
             keys |= {f"{ENDPOINT_KEY}{variable}": key for variable, key in keys_for(models, settings).items()}
         if step.environment is not None:
             entry = catalog.find(step.environment)
-            if entry.status != "ready":
+            if not entry.usable:
                 raise InvalidValue(f"Step {number}: {entry.name} is {entry.status}: {entry.problem}")
             order.environments[step.environment] = entry.environment
             if entry.environment.adapter == ORCHESTRATOR:

@@ -163,7 +163,7 @@ async def complete(
 
 
 def _environments(workshop: Workshop, _: Mapping[str, str]) -> list[str]:
-    return [entry.name for entry in workshop.catalog.entries() if entry.status == "ready"]
+    return [entry.name for entry in workshop.catalog.entries() if entry.usable]
 
 
 def _runs(workshop: Workshop, _: Mapping[str, str]) -> list[str]:

@@ -166,12 +166,13 @@ def test_data_of_nltk_is_fetched_for_a_game_that_lacks_it(tmp_path: Path, monkey
         return "seven"
 
     monkeypatch.setitem(sys.modules, "nltk_stand_in", SimpleNamespace(word=word))
-    monkeypatch.setitem(sys.modules, "nltk", SimpleNamespace(download=lambda name: there.add(name) is None))
+    fetching = SimpleNamespace(download=lambda name, download_dir: there.add(name) is None)
+    monkeypatch.setitem(sys.modules, "nltk", fetching)
     assert "1 to 5" in next(opened(tmp_path / "words.py", words).tasks()).messages[0]["content"]
     there.clear()
-    monkeypatch.setitem(sys.modules, "nltk", SimpleNamespace(download=lambda name: False))
+    monkeypatch.setitem(sys.modules, "nltk", SimpleNamespace(download=lambda name, download_dir: False))
     monkeypatch.setattr(errors, "_unreached", ["data.example.org"])
-    with pytest.raises(LoadError, match="/nltk_data words, once") as lacking:
+    with pytest.raises(LoadError, match=r"data of NLTK \(words\), which") as lacking:
         opened(tmp_path / "words.py", words)
     assert "network; data.example.org could not be reached" in errors.Failure.of(lacking.value).message
 

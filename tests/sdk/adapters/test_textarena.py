@@ -226,7 +226,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(textwrap.dedent(text))
     (folder / "nltk/corpus").mkdir(parents=True)
-    (folder / "nltk/__init__.py").write_text("def download(name): return False\n")
+    (folder / "nltk/__init__.py").write_text("def download(name, download_dir): return False\n")
     (folder / "nltk/corpus/__init__.py").write_text("words = None\n")
     return folder
 
@@ -255,7 +255,7 @@ async def say(link: WorkerClient, *moves: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_games_are_listed_with_their_problems(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site_packages, data = tmp_path / "venv/lib/python3.11/site-packages", tmp_path / "venv/nltk_data"
+    site_packages, data = tmp_path / "venv/lib/python3.11/site-packages", tmp_path / "venv/share/nltk_data"
     site_packages.parent.mkdir(parents=True)
     site_packages.symlink_to(packages)
     monkeypatch.setenv("HOME", str(tmp_path))  # no worker's
@@ -266,7 +266,7 @@ def test_games_are_listed_with_their_problems(packages: Path, tmp_path: Path, mo
         "Judge-v0": ("", False), "Sums-v0": ("install", True), "Two-v0": ("", False),
     }  # fmt: skip
     assert listed["Guess-v0"].turns == 7 and listed["Guess-v0"].description.endswith("(high 9, max_turns 3)")
-    assert f"-d {data} words" in listed["Words-v0"].problem and "no_such_package" in listed["Sums-v0"].problem
+    assert "first use: words." in listed["Words-v0"].problem and "no_such_package" in listed["Sums-v0"].problem
     (data / "corpora/words").mkdir(parents=True)
     assert not {one.name: one for one in textarena.installed(site_packages)}["Words-v0"].problem
     assert textarena.installed(packages / "nowhere") == []
@@ -410,7 +410,7 @@ def test_game_that_does_not_start_says_why(packages: Path) -> None:
         ("Two-v0", {"players": 1}, "invalid", "two players, not 1"),
         ("Old-v0", {}, "load", "does not parse with Python 3."),
         ("Sums-v0", {}, "load", "needs no_such_package"),
-        ("Words-v0", {}, "load", "/nltk_data words, once"),
+        ("Words-v0", {}, "load", "it needs data of NLTK (words), which"),
         ("Guess-v0", {"high": 1}, "invalid", "refuses these knobs: high must be more than 1"),
     ]
 

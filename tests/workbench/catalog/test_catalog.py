@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ import anyio
 import msgspec
 import pytest
 
-from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
-from toprope.records.run.specification import EnvironmentSource
+import toprope.workbench.catalog.describe as describing
+from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, TopropeError
+from toprope.records.run.specification import EnvironmentSource, RewardSource
 from toprope.records.walls import Walls
-from toprope.sdk.errors import WorkerError, WorkerTimeout
+from toprope.sdk.errors import WorkerError, WorkerFailure, WorkerTimeout
 from toprope.shipped import ENVIRONMENTS
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.workbench.catalog.catalog import Catalog, Description, Entry
-from toprope.workbench.catalog.describe import WorkerOptions, failed
+from toprope.workbench.catalog.describe import WorkerOptions
 
 Children = Callable[[], set[int]]
 
@@ -46,6 +48,10 @@ class Good(Environment):
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "good.py").write_text(GOOD)
     return tmp_path
+
+
+def failed(entry: Entry, failure: WorkerFailure, **walls: Any) -> TopropeError:
+    return describing.failed(entry, failure, Walls(**walls))
 
 
 def described(folder: Path, text: str, examples: int = 3, **options: Any) -> Description:
@@ -312,8 +318,17 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
     unreached = failed(entry, WorkerError("raised", "OSError", "rows not found; a.example could not be reached"))
     assert "environment.network: allow" in unreached.hint and unreached.hint.startswith("It needs data from there")
     assert "HOME" not in unreached.hint, "that of a worker without a home is not kept"
-    kept = failed(entry, WorkerError("raised", "OSError", "a.example could not be reached"), Walls(homes=str(tmp_path)))
+    closed = WorkerError("raised", "OSError", "a.example could not be reached")
+    kept = failed(entry, closed, homes=str(tmp_path))
     assert f"Its HOME, {tmp_path / source.name}, keeps what it loads: `toprope env try {entry.name}`" in kept.hint
+    reward = RewardSource(name="mine", file=str(tmp_path / "mine.py"), attribute="mine")
+    rewarded = replace(entry, environment=source.model_copy(update={"rewards": (reward,)}))
+    by_agent = failed(rewarded, closed, homes=str(tmp_path), agents=(str(tmp_path),)).hint
+    assert f"{source.name}@agent, keeps" in by_agent and "env try" not in by_agent, "that has no such reward"
+    rights, tasks = {source.name: {"trust": True}}, source.model_copy(update={"adapter": "harbor"})
+    for served in (replace(entry, source="server"), replace(entry, environment=tasks)):
+        assert "HOME" not in failed(served, closed, homes=str(tmp_path)).hint
+    assert "HOME" not in failed(entry, closed, homes=str(tmp_path), rights=rights).hint, "it has the owner's"
     beside = failed(
         entry, WorkerError("raised", "RuntimeError", "bad name ''; besides, a.example could not be reached")
     )

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _PAGE = 20
 _MOST_SUMMARY = 120
 _MOST_LINES = 40
+_FINE = ("ready", "not tried")
+"""States that need no remedy."""
 """Knobs and reward parts in an answer."""
 
 
@@ -76,7 +78,7 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
         if next_cursor:
             arguments = {"query": query, "cursor": next_cursor} if query else {"cursor": next_cursor}
             lines.append(f"More: {call('list_environments', **arguments)}")
-        ready = next((item.name for item in items if item.state in ("ready", "not tried")), None)
+        ready = next((item.name for item in items if item.state in _FINE), None)
         if ready:
             lines.append(f"Next: {call('describe_environment', name=ready)}, or another name.")
         text = "\n".join(lines)
@@ -108,7 +110,8 @@ async def describe_environment(
     tested = await to_thread.run_sync(baseline_of, entry.name, workshop.home.runs)
     card = described.card
     turns = "single turn" if card.max_turns == 1 else f"up to {card.max_turns} turns"
-    lines = [f"{entry.name}: {turns}. {marked(card.description, 300)}", _nature(described), *_knob_lines(card)]
+    state = _state(entry, workshop.opened.state(entry))
+    lines = [f"{entry.name}: {turns}. {marked(card.description, 300)}", _nature(described, state), *_knob_lines(card)]
     lines.append(f"Reward, {number(card.max_reward)} at most: " + "; ".join(_part_lines(card)))
     sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in described.splits.items()]
     if sizes:
@@ -145,7 +148,7 @@ async def describe_environment(
         max_reward=card.max_reward,
         splits={split: {"known": size.known, "exhausted": size.exhausted} for split, size in described.splits.items()},
         ecosystem=entry.ecosystem,
-        state=_state(entry),
+        state=state,
         tools=entry.tools,
         load_seconds=round(described.load_seconds, 2),
         score_seconds=None if described.score_seconds is None else float(f"{described.score_seconds:.2g}"),
@@ -292,12 +295,12 @@ def _facts(item: answers.EnvironmentItem) -> str:
     return f" ({', '.join(facts)})" if facts else ""
 
 
-def _nature(described: Description) -> str:
+def _nature(described: Description, state: str) -> str:
     """Say which ecosystem it follows, where it runs and what it needs."""
     entry = described.entry
     interpreter = "an interpreter of its own" if entry.environment.interpreter else "Toprope's interpreter"
     versions = ", ".join(f"{name} {version}" for name, version in described.card.versions.items() if name != "sha256")
-    needs = "" if entry.status == "ready" else f" It {_state(entry, entry.status)}"
+    needs = "" if state in _FINE else f" It {state}"
     lends = ", gives the policy tools" if entry.tools else ""
     return (
         f"Ecosystem {entry.ecosystem}{lends}; runs in {interpreter} ({named(versions, 200)}), "
@@ -305,8 +308,8 @@ def _nature(described: Description) -> str:
     )
 
 
-def _state(entry: Entry, state: str = "ready") -> str:
-    return state if state in ("ready", "not tried") else f"{state}: {marked(entry.problem, 400)}"
+def _state(entry: Entry, state: str) -> str:
+    return state if state in _FINE else f"{state}: {marked(entry.problem, 400)}"
 
 
 def _summary(entry: Entry) -> str:

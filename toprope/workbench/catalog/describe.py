@@ -327,7 +327,7 @@ def _error_of(entry: Entry, failure: WorkerFailure, walls: Walls) -> Environment
         if failure.kind == "invalid":
             hint = "Its settings are given as knobs: select_environment, describe_environment and check_environment "
             hint += f"take {call('select_environment', name=entry.name, knobs={'NAME': 'VALUE'})}."
-            if failure.message.endswith(_UNREACHED):
+            if _is_unreached(failure.message):
                 hint = f"{_cure(entry, failure, walls)} {hint}"
             return InvalidValue(f"{entry.name}: {marked(failure.message, _LONGEST)}", hint=hint)
         place = f" at {failure.where}" if failure.where else ""
@@ -359,19 +359,33 @@ def _error_of(entry: Entry, failure: WorkerFailure, walls: Walls) -> Environment
     return EnvironmentFailed(died, hint="Look for os._exit, a crash in native code, or too little memory.")
 
 
+def _is_unreached(text: str) -> bool:
+    return text.rstrip(".").endswith(_UNREACHED)
+
+
+def _kept(entry: Entry, walls: Walls) -> str:
+    """Say which folder keeps what an environment loads, and how the owner fills it; empty if there is none."""
+    wall = environment_wall(walls, entry.environment)
+    if wall.home is None or wall.trusted or entry.source == "server" or entry.environment.adapter == "harbor":
+        return ""
+    filled = f"`toprope env try {entry.name}`, with --knob as here, fills it where that host can be reached, or "
+    if wall.home.endswith("@agent"):  # for a reward function of an agent, which that command does not have
+        filled = ""
+    return (
+        f"Its HOME, {wall.home}, keeps what it loads: {filled}the owner copies data there (the Hub's to "
+        ".cache/huggingface, NLTK's to nltk_data)."
+    )
+
+
 def _cure(entry: Entry, failure: WorkerError, walls: Walls) -> str:
     """Return what helps against a failure of other authors' code; empty if its text does not tell."""
     text = failure.message
-    if text.rstrip(".").endswith(_UNREACHED):
+    if _is_unreached(text):
         begun = "Its settings may be at fault (describe_environment with knobs), or it" if _BESIDES in text else "It"
-        home = environment_wall(walls, entry.environment).home
-        kept = (
-            f"Its HOME, {home}, keeps what it loads: `toprope env try {entry.name}` where that host can be reached "
-            "fills that folder, or the owner copies data there (the Hub's to .cache/huggingface, NLTK's to nltk_data)."
-        )
+        kept = _kept(entry, walls) or "Run it where that host can be reached."
         return (
-            f"{begun} needs data from there. {kept if home else 'Run it where that host can be reached.'} Else name "
-            "data of your own by its knobs, set environment.network: allow, or choose another environment."
+            f"{begun} needs data from there. {kept} Else name data of your own by its knobs, set environment.network: "
+            "allow, or choose another environment."
         )
     if match := _OTHER_VERSION.search(text):
         package, version = named(match["package"]), named(match["version"])

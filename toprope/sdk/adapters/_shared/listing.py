@@ -22,8 +22,8 @@ All functions are optional. They run in the server, read files only, and import 
 from __future__ import annotations
 
 import importlib
+import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -68,16 +68,16 @@ def with_nltk_data(make: Callable[[], _Made]) -> _Made:
             names = _NLTK_DATA.findall(str(error))
             if not names:
                 raise
-            if not all(importlib.import_module("nltk").download(name) for name in names):
+            place = os.path.expanduser("~/nltk_data")  # NLTK would take one that only looks writable from behind a wall
+            if not all(importlib.import_module("nltk").download(name, download_dir=place) for name in names):
                 raise error from ConnectionError("NLTK did not download its data")  # it prints why
     return make()
 
 
 def why_not(error: BaseException) -> str:
-    """Say in one line why a game does not start; for missing data of NLTK, with the command that fetches it."""
+    """Say in one line why a game does not start; if data of NLTK are missing, which."""
     text = str(error)
     if "nltk.download" in text or "NLTK" in text:
         names = " ".join(dict.fromkeys(_NLTK_DATA.findall(text))) or "words averaged_perceptron_tagger_eng"
-        place = f"{sys.prefix}/nltk_data"  # that of the user's HOME is not the worker's
-        return f"it needs data of NLTK: {sys.executable} -m nltk.downloader -d {place} {names}, once, with a network"
+        return f"it needs data of NLTK ({names}), which it downloads where there is a network"
     return " ".join(text.split())[:300] or type(error).__name__
