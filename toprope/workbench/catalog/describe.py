@@ -368,7 +368,7 @@ def _kept(entry: Entry, walls: Walls) -> str:
     wall = environment_wall(walls, entry.environment)
     if wall.home is None or wall.trusted or entry.source == "server" or entry.environment.adapter == "harbor":
         return ""
-    filled = f"`toprope env try {entry.name}`, with --knob as here, fills it where that host can be reached, or "
+    filled = f"`toprope env try {entry.name}` (with the same knobs) fills it where that host can be reached, or "
     if wall.home.endswith("@agent"):  # for a reward function of an agent, which that command does not have
         filled = ""
     return (
