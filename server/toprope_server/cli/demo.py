@@ -48,11 +48,13 @@ class DemoReport:
 
 def server_parameters(variables: Mapping[str, str] | None = None) -> StdioServerParameters:
     """Parameters to start the server as a client's configuration would."""
+    from toprope_server.cli.install import passed_on
+
     own_variables = {name: value for name, value in os.environ.items() if name.startswith("TOPROPE_")}
     return StdioServerParameters(
         command=sys.executable,
         args=["-P", "-m", "toprope_server.cli", "serve"],
-        env={**own_variables, **(variables or {})},
+        env={**passed_on(), **own_variables, **(variables or {})},
     )
 
 

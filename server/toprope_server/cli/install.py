@@ -37,6 +37,11 @@ _USERS = {
 """The component that needs a well-known key. Other keys go to every component unless the owner names one."""
 _PASSED_ON = ("TOPROPE_HOME", "TOPROPE_CONFIG")
 """Variables that locate the home and settings.yaml itself; not secrets."""
+_OF_MACHINE = (
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ENDPOINT"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+)
+"""Those of caches and certificates. Clients start servers with hardly any of a shell's variables."""
 _SSH = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=30"]
 """No terminal; fail instead of asking for a password, which no client shows; notice a dead connection."""
 _SSH_S = 40.0
@@ -134,14 +139,20 @@ def _usual_form(server: Server) -> str:
     return json.dumps({"mcpServers": {NAME: server.entry()}}, indent=2)
 
 
-def _server(role: Role | None, remote: Remote | None) -> Server:
+def passed_on(*, shared: bool = False) -> dict[str, str]:
+    """Return the variables of this shell that a client gives to the server; a `shared` file has none of the machine."""
+    names = _PASSED_ON if shared else (*_PASSED_ON, *_OF_MACHINE)
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def _server(role: Role | None, remote: Remote | None, *, shared: bool = False) -> Server:
     """The server that a client starts."""
     role_arguments = role.arguments if role is not None else []
     if remote is not None:
         command, *arguments = remote.command("serve", *role_arguments)
         return Server(command, arguments, {})
     command, *arguments = [*server_command(), *role_arguments]
-    return Server(command, arguments, {name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)})
+    return Server(command, arguments, passed_on(shared=shared))
 
 
 def configuration_file(client: str, project: Path | None = None) -> Path:
@@ -179,7 +190,8 @@ def plan(
     if http:
         serve = " ".join(["toprope serve --http", *(role.arguments if role is not None else [])])
         return Plan(client, path, _http_entry(client), f"Start '{serve}'. {next_step}")
-    return Plan(client, path, client_info.entry(_server(role, remote)), next_step)
+    server = _server(role, remote, shared=project is not None)
+    return Plan(client, path, client_info.entry(server), next_step)
 
 
 def _http_entry(client: str) -> dict[str, Any]:

@@ -30,6 +30,17 @@ def toprope(home, *arguments, **variables):
     )
 
 
+def test_servers_get_the_caches_and_certificates_of_the_shell(tmp_path):
+    shell = {"HF_HOME": "/big/hf", "SSL_CERT_FILE": "/etc/corporate.pem", "HF_TOKEN": "hf_secret", "EDITOR": "vi"}
+    home = {"TOPROPE_CONFIG": str(tmp_path / "config")}
+    shown = toprope(tmp_path, "install", "claude-desktop", "--print", **shell).stdout
+    [server] = json.loads(shown.partition("\n")[2])["mcpServers"].values()
+    assert server["env"] == home | {"HF_HOME": "/big/hf", "SSL_CERT_FILE": "/etc/corporate.pem"}
+    shown = toprope(tmp_path, "install", "claude-code", "--print", "--project", str(tmp_path), **shell).stdout
+    [server] = json.loads(shown.partition("\n")[2])["mcpServers"].values()
+    assert server["env"] == home, "others may have the project's file"
+
+
 @pytest.mark.parametrize(
     ("client", "platform", "environ", "expected"),
     [
