@@ -98,7 +98,7 @@ class Cures:
         """Copy the owner's data to an environment's HOME; False if that was done, or is not possible."""
         assert self._data is not None
         try:
-            is_linked = any(map(Path.is_symlink, place.iterdir()))  # by the environment, to anywhere
+            is_linked = any(map(Path.is_symlink, place.rglob("*")))  # by the environment, to anywhere
             if is_linked or place.parent.resolve() != (self._home / "homes").resolve() or (place / _COPIED).exists():
                 return False
             shutil.copytree(self._data, place, dirs_exist_ok=True)

@@ -29,6 +29,8 @@ class Entry:
     """The ecosystem: the name of an adapter, or `toprope` for the SDK."""
     tools: bool = False
     """True if the policy gets tools, as far as files tell."""
+    keeps: bool = False
+    """True if it needs the network once, and keeps what it loaded."""
 
     @property
     def usable(self) -> bool:

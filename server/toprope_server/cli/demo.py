@@ -23,6 +23,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from toprope_server.cli.install import passed_on
+
 ENVIRONMENT = "reasoning_gym/spell_backward"
 PRESET = "cpu-embedded"
 _WAIT_S = 45
@@ -48,8 +50,6 @@ class DemoReport:
 
 def server_parameters(variables: Mapping[str, str] | None = None) -> StdioServerParameters:
     """Parameters to start the server as a client's configuration would."""
-    from toprope_server.cli.install import passed_on
-
     own_variables = {name: value for name, value in os.environ.items() if name.startswith("TOPROPE_")}
     return StdioServerParameters(
         command=sys.executable,

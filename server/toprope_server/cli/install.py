@@ -141,8 +141,12 @@ def _usual_form(server: Server) -> str:
 
 def passed_on(*, shared: bool = False) -> dict[str, str]:
     """Return the variables of this shell that a client gives to the server; a `shared` file has none of the machine."""
-    names = _PASSED_ON if shared else (*_PASSED_ON, *_OF_MACHINE)
-    return {name: os.environ[name] for name in names if os.environ.get(name)}
+    found = {name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)}
+    for name in () if shared else _OF_MACHINE:
+        value = os.environ.get(name, "")
+        if value and "@" not in value:  # an address with a password is for settings.yaml
+            found[name] = value if "://" in value else os.path.abspath(value)
+    return found
 
 
 def _server(role: Role | None, remote: Remote | None, *, shared: bool = False) -> Server:
@@ -319,6 +323,9 @@ def main(
         reason = "does not know Toprope" if remove else "already has this installation"
         return [*lines, f"{planned.path} {reason}; nothing was written."]
     lines.append(f"{'Removed Toprope from' if remove else 'Added Toprope to'} {planned.path}.")
+    given = [] if remove or http or remote is not None else [*passed_on(shared=project is not None)]
+    if given:
+        lines.append(f"The server gets this shell's {', '.join(given)}.")
     if backup is not None:
         lines.append(f"Backup of the old file: {backup}")
     return lines if remove else [*lines, planned.after]

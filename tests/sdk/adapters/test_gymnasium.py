@@ -174,7 +174,7 @@ def test_data_of_nltk_is_fetched_for_a_game_that_lacks_it(tmp_path: Path, monkey
     monkeypatch.setattr(errors, "_unreached", ["data.example.org"])
     with pytest.raises(LoadError, match=r"data of NLTK \(words\), which") as lacking:
         opened(tmp_path / "words.py", words)
-    assert "network; data.example.org could not be reached" in errors.Failure.of(lacking.value).message
+    assert "HOME may have; data.example.org could not be reached" in errors.Failure.of(lacking.value).message
 
 
 def test_fields_of_a_required_configuration_are_knobs(tmp_path: Path) -> None:

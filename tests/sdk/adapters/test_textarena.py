@@ -262,7 +262,7 @@ def test_games_are_listed_with_their_problems(packages: Path, tmp_path: Path, mo
     (tmp_path / "nltk_data/corpora/words").mkdir(parents=True)
     listed = {one.name: one for one in textarena.installed(site_packages)}
     assert {name: (one.needs, bool(one.problem)) for name, one in listed.items()} == {
-        "Guess-v0": ("", False), "Same-v0": ("", False), "Words-v0": ("network", True), "Old-v0": ("", True),
+        "Guess-v0": ("", False), "Same-v0": ("", False), "Words-v0": ("download", True), "Old-v0": ("", True),
         "Judge-v0": ("", False), "Sums-v0": ("install", True), "Two-v0": ("", False),
     }  # fmt: skip
     assert listed["Guess-v0"].turns == 7 and listed["Guess-v0"].description.endswith("(high 9, max_turns 3)")

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 _PAGE = 20
 _MOST_SUMMARY = 120
 _MOST_LINES = 40
+"""Knobs and reward parts in an answer."""
 _FINE = ("ready", "not tried")
 """States that need no remedy."""
-"""Knobs and reward parts in an answer."""
 
 
 async def list_environments(workshop: Workshop, *, query: str | None = None, cursor: str | None = None) -> Answer:

@@ -62,9 +62,11 @@ def installed(site_packages: Path) -> list[Listed]:
         if not isinstance(name, str):
             continue  # a name made in a loop: tasks of reasoning-gym
         family, _, task_name = name.partition(":")
-        problem = "its tasks are a data set of the Hugging Face Hub" if family in _OF_HUB else ""
+        problem = needs = ""
+        if family in _OF_HUB:
+            problem, needs = "its tasks are a data set of the Hugging Face Hub", "download"
         if _BROWSED in name:
-            problem = "it reads Wikipedia"
+            problem, needs = "it reads Wikipedia", "network"
         environments.append(
             Listed(
                 name,
@@ -72,7 +74,7 @@ def installed(site_packages: Path) -> list[Listed]:
                 f"{task_name} of GEM",
                 tags=Gymnasium.tags,
                 problem=problem,
-                needs="network" if problem else "",
+                needs=needs,
             )
         )
     return environments

@@ -234,14 +234,15 @@ def _problem(site_packages: Path, entry: str) -> tuple[bool, bool, str, str] | N
     needed = [data for data, word in ((_WORDS, "words"), (_TAGGER, "pos_tag")) if "nltk" in text and word in text]
     if missing := [data for data in needed if not _nltk_has(data, site_packages)]:
         names = " ".join(data.rpartition("/")[2] for data in missing)
-        return *kind, "network", f"It downloads data of NLTK at its first use: {names}."
+        return *kind, "download", f"It downloads data of NLTK at its first use: {names}."
     return *kind, "", ""
 
 
 def _nltk_has(data: str, site_packages: Path) -> bool:
     """Return True if NLTK finds its data where every worker with these packages looks, besides its own HOME."""
     prefix = site_packages.parents[2] if len(site_packages.parents) > 2 else site_packages
-    places = [Path(root, below, "nltk_data") for root in (prefix, "/usr", "/usr/local") for below in ("share", "lib")]
+    shared = [Path(root, below) for root in (prefix, "/usr", "/usr/local") for below in ("share", "lib")]
+    places = [root / "nltk_data" for root in (prefix, *shared)]
     return any((place / data).is_dir() or (place / f"{data}.zip").is_file() for place in places)
 
 

@@ -369,7 +369,7 @@ def _kept(entry: Entry, walls: Walls) -> str:
     if wall.home is None or wall.trusted or entry.source == "server" or entry.environment.adapter == "harbor":
         return ""
     filled = f"`toprope env try {entry.name}` (with the same knobs) fills it where that host can be reached, or "
-    if wall.home.endswith("@agent"):  # for a reward function of an agent, which that command does not have
+    if wall.home.endswith("@agent") and entry.environment.rewards:  # of an agent, which that command does not have
         filled = ""
     return (
         f"Its HOME, {wall.home}, keeps what it loads: {filled}the owner copies data there (the Hub's to "

@@ -42,9 +42,9 @@ class Opened:
     def state(self, entry: Entry, known: dict[str, float] | None = None) -> str:
         """Return an entry's state: `ready` only if it was opened, else `not tried`; other states as they are.
 
-        One that needs a network keeps what it loaded, so that it is ready as well once it was opened.
+        One that keeps what it loads needs no network any more once it was opened.
         """
-        if entry.status not in ("ready", "needs network") or entry.source in _TESTED:
+        if not (entry.status == "ready" or entry.keeps) or entry.source in _TESTED:
             return entry.status
         if _key(entry) in (self.read() if known is None else known):
             return "ready"

@@ -10,7 +10,9 @@ from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, State
 from toprope.workbench.interpreters.known import Known
 
-_NEEDS: dict[str, State] = {"install": "needs install", "network": "needs network", "key": "needs key"}
+_NEEDS: dict[str, State] = {
+    "install": "needs install", "network": "needs network", "download": "needs network", "key": "needs key",
+}  # fmt: skip
 
 
 def install_command(name: str) -> str:
@@ -51,4 +53,5 @@ def entry_of(listed: Listed, name: str, source: str, adapter: Adapter, python: s
         tags=listed.tags,
         ecosystem=adapter.name,
         tools=listed.tools,
+        keeps=listed.needs == "download",
     )

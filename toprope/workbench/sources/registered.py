@@ -112,6 +112,7 @@ def _dataset_entry(addition: Added, names: Names) -> Entry:
         source="hub",
         status="needs network",
         problem="It is downloaded at the first use, and kept.",
+        keeps=True,
         turns=1,
         environment=EnvironmentSource(
             name=addition.name,

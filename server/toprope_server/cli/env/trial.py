@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import anyio
 import typer
 
-from toprope.text_format import plural
+from toprope.text_format import plural, printed_line
 from toprope_server.cli.context import open_workshop, tell
 from toprope_server.cli.runs.naming import complete_environment
 from toprope_server.cli.wording import in_commands
@@ -293,8 +293,6 @@ class _Output:
         self._pieces.append(data)
 
     def show(self) -> None:
-        from toprope.text_format import printed_line
-
         text = b"".join(self._pieces).decode(errors="replace").rstrip()
         text = "\n".join(map(printed_line, text.split("\n")))  # the last state of a progress bar
         self._pieces.clear()

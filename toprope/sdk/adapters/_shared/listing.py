@@ -54,7 +54,7 @@ class Listed:
     standalone: bool = False
     """True if it needs nothing of the ecosystem's package."""
     needs: str = ""
-    """`install`, `network` or `key` if the problem is one of these."""
+    """`install`, `network`, `download` (a network once) or `key` if the problem is one of these."""
     content: str = ""
     """Digest of the package that provides it, which tells packages with one module name apart; empty if unknown."""
 
@@ -79,5 +79,5 @@ def why_not(error: BaseException) -> str:
     text = str(error)
     if "nltk.download" in text or "NLTK" in text:
         names = " ".join(dict.fromkeys(_NLTK_DATA.findall(text))) or "words averaged_perceptron_tagger_eng"
-        return f"it needs data of NLTK ({names}), which it downloads where there is a network"
+        return f"it needs data of NLTK ({names}), which the folder nltk_data in its HOME may have"
     return " ".join(text.split())[:300] or type(error).__name__

@@ -43,7 +43,7 @@ class Games:
         with OwnRandom(0):
             try:
                 self._game = with_nltk_data(lambda: kind(**arguments))
-                self.state = getattr(self.begin(0)[0], "state", None)
+                self.state = getattr(with_nltk_data(lambda: self.begin(0))[0], "state", None)
             except (AssertionError, ValueError, TypeError) as error:
                 if plain:
                     raise LoadError(f"{name} does not start: {why_not(error)}") from error

@@ -98,9 +98,7 @@ class _Parser:
         self._kinds = kinds if isinstance(kinds, list | tuple) else [kinds]
 
     def parse_args_and_config(self, *positional: Any, **named: Any) -> tuple[Any, ...]:
-        kinds: list[Any] = list(self._kinds)
-        known = [isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, _Settings)) for kind in kinds]
-        parsed = tuple(kind() if is_known else _Settings() for kind, is_known in zip(kinds, known, strict=True))
+        parsed = tuple(kind() if _is_arguments(kind) else _Settings() for kind in self._kinds)
         words = iter(sys.argv[1:])
         for word in words:
             if word.startswith("--"):
@@ -112,6 +110,10 @@ class _Parser:
         return parsed
 
     parse_args_into_dataclasses = parse_args_and_config
+
+
+def _is_arguments(kind: Any) -> bool:
+    return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, _Settings))
 
 
 _REPLACED = {
