@@ -43,3 +43,15 @@ def test_a_source_distribution_is_not_built_for_an_agent(tmp_path: Path, wheels_
     with pytest.raises(TopropeError):
         Interpreters(Home(tmp_path / "home", tmp_path / "config"), lambda: []).add(Order("tinyhostile", wanted=wanted))
     assert trace.exists() is not wheels_only, "without the wall the build runs"
+
+
+def test_the_cause_of_a_failed_build_is_told(home: Home, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (project / "backend.py").write_text("print('looking')\nraise RuntimeError('no compiler of words')\n")
+    with pytest.raises(TopropeError, match="RuntimeError: no compiler of words") as refused:
+        Interpreters(home, lambda: []).add(Order(str(project), wanted=Wanted((), offline=True)))
+    assert "See above" not in refused.value.message

@@ -35,7 +35,14 @@ from toprope.workbench.interpreters.pythons import (
     specifiers_of,
 )
 from toprope.workbench.interpreters.uv_for_pip import fetched_uv
-from toprope.workbench.interpreters.words import NO_NETWORK, OtherPythonNeeded, excerpt, failure, missing_python
+from toprope.workbench.interpreters.words import (
+    NO_NETWORK,
+    OtherPythonNeeded,
+    excerpt,
+    failure,
+    missing_python,
+    with_builds_output,
+)
 
 _BACKTRACKING = "pip is still looking at multiple versions"
 """pip's words after it rejected eight versions of a package; it may try hundreds, each downloaded."""
@@ -239,7 +246,9 @@ class Installer:
         if code and self._switch_installer(wanted, lines):
             return self._resolve(name, wanted, constraint)
         if code:
-            required = pythons_in_log(lines, log.read_text("utf-8", "replace")) if log.is_file() else None
+            logged = log.read_text("utf-8", "replace") if log.is_file() else ""
+            required = pythons_in_log(lines, logged)
+            lines = with_builds_output(lines, logged)
             raise failure(name, lines, offline=wanted.offline, constraint=constraint, required=required)
         pins = _pins_of_uv(out) if self._uv else _pins_of_pip(out)
         return [pin for pin in pins if pin.name.lower() not in wanted.left_out]

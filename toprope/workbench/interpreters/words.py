@@ -47,6 +47,12 @@ _WHICH = (
 )
 _VERSIONS = re.compile(r"(?P<name>[\w.\-\[\]]+)==[^\s,]+(?:(?:,| and|, and) (?P=name)==[^\s,]+){2,}")
 """pip's list of all versions of one package that it tried."""
+_ELSEWHERE = "See above for output"
+_LOGGED = re.compile(r"^\S+T[\d:,]+ ")
+_BUILD_BEGAN, _BUILD_ENDED = "Running command ", "[present-rich]"
+_FAULT = re.compile(r"\berror: |\bfatal: |\w(?:Error|Exception)\b")
+_OF_BUILD = 8
+"""The most lines of a build's output."""
 _RETRYING = "WARNING: Retrying"
 _OF_ALL = "Ignored the following versions that require a different"
 """pip's list of the Pythons that all packages which it met require."""
@@ -95,6 +101,20 @@ def missing_python(groups: Sequence[Sequence[SpecifierSet]]) -> str:
 def _worded(groups: Iterable[Sequence[SpecifierSet]]) -> str:
     texts = (" or ".join(filter(None, map(str, group[:4]))) for group in groups)
     return ", and ".join(dict.fromkeys(text for text in texts if text))
+
+
+def with_builds_output(lines: Sequence[str], log: str) -> list[str]:
+    """Return pip's lines with what a failed build said, which pip, when it writes a log, writes only there."""
+    place = next((number for number, line in enumerate(lines) if _ELSEWHERE in line), None)
+    logged = [_LOGGED.sub("", line) for line in log.splitlines()]
+    end = next((number for number, line in enumerate(logged) if _BUILD_ENDED in line), None)
+    if place is None or end is None:
+        return list(lines)
+    begin = max((number for number in range(end) if _BUILD_BEGAN in logged[number]), default=0)
+    said = [line.strip() for line in logged[begin + 1 : end] if line.strip()]
+    fault = next((number for number, line in enumerate(said) if _FAULT.search(line)), max(0, len(said) - _OF_BUILD))
+    rest = [line for line in lines[place:] if _ELSEWHERE not in line]
+    return [*lines[:place], *said[fault : fault + _OF_BUILD], *rest]
 
 
 def excerpt(lines: Sequence[str]) -> str:
