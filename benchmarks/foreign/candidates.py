@@ -100,11 +100,14 @@ def _verifiers(root: Path) -> Iterator[Candidate]:
                 yield Candidate("verifiers", name, (str(project.parent),), knobs=knobs)
 
 
+_OF_PROJECTS = ("pyproject.toml", "setup.py")
+
+
 def _atropos(root: Path) -> Iterator[Candidate]:
     for file in _with(root / "NousResearch+atropos/environments", r"^class \w+\((\w+\.)?BaseEnv\)"):
         if not {"community", "eval_environments"} & set(file.parts):
             empty = (place for place in file.parent.iterdir() if place.is_dir() and not any(place.iterdir()))
-            projects = sorted(one.parent for one in file.parent.glob("*/pyproject.toml"))
+            projects = sorted({one.parent for one in file.parent.glob("*/*") if one.name in _OF_PROJECTS})
             add = _added(file, "atropos", "environments") + tuple(w for one in projects for w in ("-r", str(one)))
             name = f"NousResearch+atropos/{file.name}"
             yield Candidate("atropos", name, add, submodules=tuple(map(str, empty)))

@@ -95,9 +95,12 @@ def test_owners_add_what_files_import_and_fetch_submodules(tmp_path):
     alone, words = COLLECTORS["atropos"](tmp_path)
     assert alone.add[1:] == ("-r", "atropos") and not alone.submodules
     assert words.add[1:] == ("-r", "atropos", "-r", "smolagents")
-    (shared / "words" / "library" / "pyproject.toml").write_text("")
-    with_library = list(COLLECTORS["atropos"](tmp_path))[1]
-    assert with_library.add[-2:] == ("-r", str(shared / "words" / "library"))
+    for name in ("pyproject.toml", "setup.py"):
+        (shared / "words" / "library" / name).write_text("")
+        with_library = list(COLLECTORS["atropos"](tmp_path))[1]
+        assert with_library.add[-3:] == ("smolagents", "-r", str(shared / "words" / "library"))
+        (shared / "words" / "library" / name).unlink()
+    (shared / "words" / "library" / "setup.py").write_text("")
     (shared / "words" / "beside.py").write_text("key = os.environ['OTHER_API_KEY']\n")
     one_of_many = Candidate("gem", "a game", (str(shared),), "gem/game")
     assert keys_of([words]) == {"WORDS_API_KEY"} and not keys_of([one_of_many]) | PACKAGES_KEYS & {"OPENAI_API_KEY"}
