@@ -334,7 +334,7 @@ def test_games_of_gem_run_to_the_end() -> None:
         pytest.skip("gem has no interpreter of its own here: `make test-engines` installs one")
     [packages] = (ECOSYSTEMS / "gem" / "lib").glob("python3.*/site-packages")
     listed = gem.installed(packages)
-    assert len(listed) > 40 and {one.name: one.needs for one in listed}["math:GSM8K"] == "network"
+    assert len(listed) > 40 and {one.name: one.needs for one in listed}["math:GSM8K"] == "download"
 
     async def main() -> None:
         async with await WorkerClient.start(str(python), timeout=120) as link:
