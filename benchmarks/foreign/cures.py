@@ -1,4 +1,4 @@
-"""What the owner does about an error that names its cure."""
+"""Carry out what errors ask of the owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far an environment came, and what its last error names."""
+"""The stages that an environment reached, and the host that its last error names."""
 
 from __future__ import annotations
 

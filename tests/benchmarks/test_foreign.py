@@ -230,7 +230,7 @@ def test_owner_carries_out_the_cures_that_errors_name(tmp_path, monkeypatch):
     async def through(self, result, *, train):
         result.names, result.failed_at = ["words/x"], "described"
         folder.append((tmp_path / "data").is_dir())
-        told = failed(entry, WorkerError("raised", *met[len(folder) - 1]))
+        told = failed(entry, WorkerError("raised", *met[len(folder) - 1]), Walls())
         raise Refused(f"{told.message}\n{told.hint}")
 
     monkeypatch.setattr(Traveller, "_through", through)
@@ -391,7 +391,7 @@ def test_verdict_of_a_schema_follows_references_that_end(schema, expected):
 def test_last_words_of_what_hangs_are_no_refused_connection():
     hang = WorkerTimeout("open took longer than 5 s.")
     hang.stderr = "Opening a connection to https://data.example.org"
-    told = failed(SimpleNamespace(name="x", ecosystem="trl"), hang)
+    told = failed(SimpleNamespace(name="x", ecosystem="trl"), hang, Walls())
     error = f"{told.message}\n{told.hint}"
     assert "https://data.example.org" in error
     assert not Result(Candidate("trl", "x"), failed_at="rolled", error=error).refused_host

@@ -144,8 +144,10 @@ def passed_on(*, shared: bool = False) -> dict[str, str]:
     found = {name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)}
     for name in () if shared else _OF_MACHINE:
         value = os.environ.get(name, "")
-        if value and "@" not in value:  # an address with a password is for settings.yaml
-            found[name] = value if "://" in value else os.path.abspath(value)
+        if "://" not in value:
+            found |= {name: os.path.abspath(value)} if value else {}
+        elif "@" not in value:  # an address with a password is for settings.yaml
+            found[name] = value
     return found
 
 

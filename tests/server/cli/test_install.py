@@ -36,7 +36,9 @@ def test_servers_get_the_caches_and_certificates_of_the_shell(tmp_path):
     shown = toprope(tmp_path, "install", "claude-desktop", "--print", **shell).stdout
     [server] = json.loads(shown.partition("\n")[2])["mcpServers"].values()
     assert server["env"] == home | {"HF_HOME": "/big/hf", "SSL_CERT_FILE": "/etc/corporate.pem"}
-    told = toprope(tmp_path, "install", "claude-desktop", HF_HOME="/big/hf", HF_ENDPOINT="https://me:pw@hub.example")
+    told = toprope(
+        tmp_path, "install", "claude-desktop", HF_HOME="/big/me@work", HF_ENDPOINT="https://me:pw@hub.example"
+    )
     assert "gets this shell's TOPROPE_CONFIG, HF_HOME." in told.stdout, "no address with a password"
     shown = toprope(tmp_path, "install", "claude-code", "--print", "--project", str(tmp_path), **shell).stdout
     [server] = json.loads(shown.partition("\n")[2])["mcpServers"].values()

@@ -18,6 +18,7 @@ from toprope.settings.presets import Preset, list_presets, load_preset
 from toprope.text_format import brief_duration, call, clip, cut, duration, number, percent, plural, value
 from toprope.untrusted import marked, named
 from toprope.workbench.catalog.catalog import Description, Entry, Example
+from toprope.workbench.catalog.opened import FINE
 from toprope.workbench.drafts import default_section
 from toprope.workbench.fit import SFT_PRESET, TaskSample, misfits, warning_lines
 from toprope.workbench.launch.baseline import Baseline, baseline_of
@@ -35,8 +36,6 @@ _PAGE = 20
 _MOST_SUMMARY = 120
 _MOST_LINES = 40
 """Knobs and reward parts in an answer."""
-_FINE = ("ready", "not tried")
-"""States that need no remedy."""
 
 
 async def list_environments(workshop: Workshop, *, query: str | None = None, cursor: str | None = None) -> Answer:
@@ -78,7 +77,7 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
         if next_cursor:
             arguments = {"query": query, "cursor": next_cursor} if query else {"cursor": next_cursor}
             lines.append(f"More: {call('list_environments', **arguments)}")
-        ready = next((item.name for item in items if item.state in _FINE), None)
+        ready = next((item.name for item in items if item.state in FINE), None)
         if ready:
             lines.append(f"Next: {call('describe_environment', name=ready)}, or another name.")
         text = "\n".join(lines)
@@ -110,7 +109,7 @@ async def describe_environment(
     tested = await to_thread.run_sync(baseline_of, entry.name, workshop.home.runs)
     card = described.card
     turns = "single turn" if card.max_turns == 1 else f"up to {card.max_turns} turns"
-    state = _state(entry, workshop.opened.state(entry))
+    state = _state(entry, await to_thread.run_sync(workshop.opened.state, entry))
     lines = [f"{entry.name}: {turns}. {marked(card.description, 300)}", _nature(described, state), *_knob_lines(card)]
     lines.append(f"Reward, {number(card.max_reward)} at most: " + "; ".join(_part_lines(card)))
     sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in described.splits.items()]
@@ -300,7 +299,7 @@ def _nature(described: Description, state: str) -> str:
     entry = described.entry
     interpreter = "an interpreter of its own" if entry.environment.interpreter else "Toprope's interpreter"
     versions = ", ".join(f"{name} {version}" for name, version in described.card.versions.items() if name != "sha256")
-    needs = "" if state in _FINE else f" It {state}"
+    needs = "" if state in FINE else f" It {state}"
     lends = ", gives the policy tools" if entry.tools else ""
     return (
         f"Ecosystem {entry.ecosystem}{lends}; runs in {interpreter} ({named(versions, 200)}), "
@@ -309,7 +308,7 @@ def _nature(described: Description, state: str) -> str:
 
 
 def _state(entry: Entry, state: str) -> str:
-    return state if state in _FINE else f"{state}: {marked(entry.problem, 400)}"
+    return state if state in FINE else f"{state}: {marked(entry.problem, 400)}"
 
 
 def _summary(entry: Entry) -> str:

@@ -315,7 +315,7 @@ def _remarks(card: Card, examples: Sequence[Example], sizes: Mapping[str, SplitS
     return remarks
 
 
-def failed(entry: Entry, failure: WorkerFailure, walls: Walls = _DEFAULTS.walls) -> EnvironmentFailed | InvalidValue:
+def failed(entry: Entry, failure: WorkerFailure, walls: Walls) -> EnvironmentFailed | InvalidValue:
     """Convert a worker's failure into an EnvironmentFailed or InvalidValue; its text is untrusted."""
     error = _error_of(entry, failure, walls)
     error.message = visible(error.message)
@@ -364,7 +364,7 @@ def _is_unreached(text: str) -> bool:
 
 
 def _kept(entry: Entry, walls: Walls) -> str:
-    """Say which folder keeps what an environment loads, and how the owner fills it; empty if there is none."""
+    """Say which folder keeps what an environment loads, and how the owner fills it; empty if no folder does."""
     wall = environment_wall(walls, entry.environment)
     if wall.home is None or wall.trusted or entry.source == "server" or entry.environment.adapter == "harbor":
         return ""

@@ -20,6 +20,8 @@ from toprope.records.run.folder import read_json
 from toprope.records.run.specification import EnvironmentSource
 from toprope.workbench.entries import Entry
 
+FINE = ("ready", "not tried")
+"""States that need no remedy."""
 _VERSION = 1
 _MOST = 5000
 _TESTED = ("shipped", "reasoning_gym")

@@ -91,6 +91,7 @@ def list_environments(
     everything: Annotated[bool, typer.Option("--all", help="Every environment by name, with its state.")] = False,
 ) -> None:
     """List the environments by ecosystem, and those that were added, with their interpreters."""
+    from toprope.workbench.catalog.opened import FINE
     from toprope.workbench.interpreters.adding import Interpreters
 
     with open_workshop() as workshop:
@@ -98,7 +99,7 @@ def list_environments(
         if everything:
             for entry in workshop.catalog.entries():
                 state = workshop.opened.state(entry, opened)
-                reason = f": {clip(entry.problem, 120)}" if state not in ("ready", "not tried") else ""
+                reason = f": {clip(entry.problem, 120)}" if state not in FINE else ""
                 note = f" [{state}{reason}]" if state != "ready" else ""
                 typer.echo(f"{entry.name}{note}  {clip(entry.description, 100)}".rstrip())
             return

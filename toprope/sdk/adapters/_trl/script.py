@@ -151,10 +151,9 @@ def run_script(path: Path, arguments: Sequence[str]) -> Recorded:
     except BaseException as error:  # a script may raise anything, SystemExit of argparse too
         failure = Failure.of(error, folder)
         message = f"{path.name} fails before its trainer: {failure.type}: {failure.message}"
-        cure = (
-            "" if message.endswith("could not be reached") else f". {_cure(error, path)}"
-        )  # who asks knows what helps
-        raise LoadError(message + cure, failure.where) from error
+        if not message.endswith("could not be reached"):  # what helps then is added where the HOME is known
+            message += f". {_cure(error, path)}"
+        raise LoadError(message, failure.where) from error
     raise LoadError(f"{_FINISHED} of {', '.join(TRAINERS)}: {path.name} is not a training script of TRL.")
 
 
