@@ -27,7 +27,7 @@ from toprope.training.inference.sessions import Turn
 from toprope.training.policy.loading import load_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 from toprope.training.rollouts.endpoint_proxy import EndpointProxy
-from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler, outcome_turns
+from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
 from toprope.training.rollouts.group_sampler import TaskRef
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
@@ -410,7 +410,7 @@ def test_rollouts_have_the_temperature_of_the_run_and_no_turns_of_a_killed_drive
     )
 
     async def body(sampler: EnvManagedSampler, reports: list[Any], server: InferenceServer) -> None:
-        server.sessions.record("g0/0", turn("another task", "left open"))
+        server.sessions.record("g0/0", Turn([1], [2], [-0.1], [(0, 1)], "stop", "another task", "left open"))
         places = await numbers(sampler)
         fine = next(index for name, index in places.items() if name.startswith(("task 1", "task 2")))
         made = await sampler.sample(TaskRef("train", fine), 2, Sampling(0.7, 1.0, 6))
@@ -418,23 +418,6 @@ def test_rollouts_have_the_temperature_of_the_run_and_no_turns_of_a_killed_drive
         assert sorted(seen) == [0.7] * 6 + [1.0] * 2, "judges keep their own"
 
     run_with_worker(engine, tiny_policy, tmp_path, body)
-
-
-def turn(prompt: str, answer: str) -> Turn:
-    return Turn([ord(letter) for letter in prompt], [1], [-0.1], [(0, 1)], "stop", prompt, answer + "<eos>")
-
-
-def test_outcome_turns_follow_the_conversation() -> None:
-    first, again, branch, second = turn("a", "one"), turn("a", "uno"), turn("ab", "lost"), turn("abc", "two")
-    turns = [first, again, branch, second]
-
-    def said(*texts: str) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": "a"}] + [{"role": "assistant", "content": text} for text in texts]
-
-    assert outcome_turns(turns, said("one", "two")) == [first, second]
-    assert outcome_turns(turns, said("uno", "two")) == [again, second]
-    assert outcome_turns(turns, []) == [again, branch, second], "without a conversation only retries are known"
-    assert outcome_turns(turns, said("something else")) == [again, branch, second]
 
 
 def test_scripted_policy_streams() -> None:

@@ -188,18 +188,28 @@ def outcome_turns(turns: Sequence[Turn], messages: Sequence[dict[str, Any]]) -> 
     answers = [message for message in messages if message.get("role") == "assistant"]
     if not answers:
         return latest
-    # A prompt that was asked twice may have been answered by either turn; the conversation tells which.
-    chain: list[Turn] = []
-    candidates = list(turns)
-    for message in answers:
-        matching = next((turn for turn in reversed(candidates) if _matches(turn, message)), None)
-        if matching is not None:
-            candidates = [
-                turn for turn in candidates if turn is not matching and turn.prompt_ids != matching.prompt_ids
-            ]
-            chain.append(matching)
-    # An environment may reword the policy's answers; turns that cannot be matched are kept.
-    return chain if len(chain) == len(answers) else latest
+    # From the end, because an answer may be repeated: the turn before is the one that the next turn's prompt continues,
+    # or else, where the environment rewrites its prompts, the latest before it. A prompt that was asked twice may have
+    # been answered by either turn; the conversation tells which.
+    chain: list[int] = []
+    left = list(range(len(turns)))
+    for message in reversed(answers):
+        matching = [place for place in left if _matches(turns[place], message)]
+        if not matching:
+            return latest  # an environment may reword the policy's answers; turns that cannot be matched are kept
+        follower = chain[-1] if chain else len(turns)
+        found = max(matching, key=lambda place: (_continued(turns, place, follower), place < follower, place))
+        left = [place for place in left if turns[place].prompt_ids != turns[found].prompt_ids]
+        chain.append(found)
+    return [turns[place] for place in reversed(chain)]
+
+
+def _continued(turns: Sequence[Turn], place: int, follower: int) -> bool:
+    """True if the prompt of the turn at `follower` continues the turn at `place`."""
+    if follower == len(turns):
+        return False
+    begun = turns[place].prompt_ids + turns[place].completion_ids
+    return turns[follower].prompt_ids[: len(begun)] == begun
 
 
 def _turns_of(name: str, recorded: Mapping[str, list[Turn]]) -> list[Turn]:

@@ -1,0 +1,60 @@
+"""The turns of a rollout that its conversation rests on."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from toprope.training.inference.sessions import Turn, join_turns
+from toprope.training.rollouts.env_managed_sampler import outcome_turns
+
+
+def turn(prompt: str, answer: str) -> Turn:
+    ids = [[ord(letter) for letter in text] for text in (prompt, f"{answer}$")]
+    return Turn(*ids, [-0.1] * len(ids[1]), [(0, len(ids[1]))], "stop", prompt, f"{answer}$")
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "a"}] + [{"role": "assistant", "content": text} for text in texts]
+
+
+def talk(*answers: str) -> list[Turn]:
+    """The turns of a conversation in which each prompt continues the turn before."""
+    prompt, turns = "a", []
+    for number, answer in enumerate(answers):
+        turns.append(turn(prompt, answer))
+        prompt += f"{answer}$ then {number}:"
+    return turns
+
+
+def test_outcome_turns_follow_the_conversation() -> None:
+    first, again, branch, second = turn("a", "one"), turn("a", "uno"), turn("ab", "lost"), turn("abc", "two")
+    turns = [first, again, branch, second]
+    assert outcome_turns(turns, said("one", "two")) == [first, second]
+    assert outcome_turns(turns, said("uno", "two")) == [again, second]
+    assert outcome_turns(turns, []) == [again, branch, second], "without a conversation only retries are known"
+    assert outcome_turns(turns, said("something else")) == [again, branch, second]
+
+
+def test_repeated_answers_keep_their_order() -> None:
+    chooser = random.Random(5)
+    for _ in range(300):
+        answers = [chooser.choice(["1", "2", "12", "look"]) for _ in range(chooser.randint(1, 5))]
+        turns = talk(*answers)
+        assert outcome_turns(turns, said(*answers)) == turns
+        assert len(join_turns(outcome_turns(turns, said(*answers)))) == 1
+    rewritten = [turn(f"state {number}", "look") for number in range(4)]
+    assert outcome_turns(rewritten, said(*["look"] * 4)) == rewritten, "prompts need not continue each other"
+
+
+def test_abandoned_branch_with_the_same_answer_is_left_out() -> None:
+    first, second, third = talk("look", "go", "look")
+    lost = turn(f"{first.prompt_text}look$ else:", "look")
+    conversation = said("look", "go", "look")
+    for turns in ([first, lost, second, third], [lost, first, second, third], [first, second, lost, third]):
+        assert outcome_turns(turns, conversation) == [first, second, third]
+
+
+def test_turns_of_other_sub_sessions_may_be_out_of_order() -> None:
+    first, second, third = talk("look", "go", "on")
+    assert outcome_turns([third, first, second], said("look", "go", "on")) == [first, second, third]
