@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from toprope.errors import InvalidValue, LockedField
@@ -85,6 +87,19 @@ def test_null_is_outside_bounds(tmp_path):
     with pytest.raises(LockedField, match="short"):
         locks.enforce(Config(), all_fields())
     assert locks.adjust(Config(), all_fields())[0] == {"budget.max_train_seconds": 60.0}
+
+
+def test_a_highest_value_excludes_0_where_it_means_no_limit(tmp_path):
+    unlimited = [
+        name
+        for name, field in all_fields().items()
+        if re.search(r"\b0: (no limit|never|the partition's|the whole batch|80 %)", field.description)
+    ]
+    assert len(unlimited) >= 6
+    for name in unlimited:
+        locks = locks_of(tmp_path, f"locks: [{{field: {name}, max: 60, reason: not for ever}}]")
+        assert locks.refusal(name, 0) and locks.refusal(name, 60) is None, name
+        assert locks.adjust(Config(), all_fields())[0].get(name, 1) > 0
 
 
 def test_true_is_not_one(tmp_path):

@@ -19,7 +19,7 @@ from toprope_tools.runs.training import resume_training, start_training
 from tests.support.tools_house import become, do, start_run
 from tests.support.ways_past_locks import WAYS, recipe
 from tests.tools.parameter_fields import SETS, SETS_NOTHING
-from toprope.errors import InvalidValue, LockedField, NotPossibleNow
+from toprope.errors import InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.records.purse import FILE, Purse
 from toprope.records.run.specification import EnvironmentSource, RewardSource, Specification, TrainPlan
 from toprope.settings.presets import load_preset
@@ -240,6 +240,46 @@ def test_a_program_that_builds_a_data_set_is_in_the_same_account(house, monkeypa
     # It is started again after a crash: what it spent counts against its own limit, too.
     begin(shop.home, build_order(shop.home, shop.catalog, "x", [], None, recipe({"teacher": "mine"})))
     assert json.loads((job.folder / "limits.json").read_text())["caps"]["cost_usd"]["value"] == pytest.approx(0.4)
+
+
+def test_the_same_order_again_does_not_renew_the_limit_of_the_day(house, monkeypatch):
+    """The attack: an agent repeats a data set's build after each end."""
+    shop, _ = house
+    priced(shop)
+    limit(shop, "per_day: {cost_usd: 1}\nper_run: {cost_usd: 0.4}\nprices: {cpu_hour_usd: 0}\n")
+    monkeypatch.setattr("toprope.trajectories.jobs.jobs.Job.begin", lambda job, order, keys: None)
+    monkeypatch.setattr("toprope.trajectories.jobs.jobs.Job.is_awaited", lambda job, stored: False)
+    caps = []
+    with pytest.raises(NotPossibleNow, match=r"per_day\.cost_usd is 1 USD.* 0\.2 are left"):
+        for _ in range(4):
+            job = begin(shop.home, build_order(shop.home, shop.catalog, "x", [], None, recipe({"teacher": "mine"})))
+            caps.append(json.loads((job.folder / "limits.json").read_text())["caps"]["cost_usd"]["value"])
+            purse = Purse(job.folder / FILE, caps[-1], "cost_usd")
+            left = caps[-1] - purse.total
+            purse.settle(purse.reserve(left), left)
+            (job.folder / "outcome.json").write_text("{}")
+    assert caps == pytest.approx([0.4, 0.8])
+
+
+def test_a_run_made_from_another_has_the_models_that_the_owner_lends_now(house):
+    shop, launcher = house
+    settle(shop, models={"mine": {**MODEL, "prompt_usd": 0, "completion_usd": 0}})
+    limit(shop, "per_day: {cost_usd: 5}\nprices: {cpu_hour_usd: 0}\n")
+    run = do(start_test, shop, draft_id=drafted(shop), models=["mine"], tasks=2, group_size=2).data.run_id
+    become(shop.runs.folder(run), "stopped", ended_at=time.time())
+    launcher.leave(run)
+    settle(shop, models={"mine": {**MODEL, "prompt_usd": 1000.0, "completion_usd": 1000.0}})
+    again = do(reproduce_run, shop, run_id=run).data.run_id
+    assert Specification.read(shop.runs.folder(again)).test.models[0].endpoint.prompt_usd == 1000.0
+    become(shop.runs.folder(again), "stopped", ended_at=time.time())
+    launcher.leave(again)
+    settle(shop, models={})
+    for attack in (
+        lambda: do(reproduce_run, shop, run_id=run),
+        lambda: variables_to_resume(shop.home, Specification.read(shop.runs.folder(run))),
+    ):
+        with pytest.raises(NotFound, match="no model 'mine'"):
+            attack()
 
 
 def test_calls_to_priced_models_are_confirmed_like_training(house):

@@ -30,8 +30,13 @@ from toprope.settings.yamlfiles import check_keys, read_yaml
 _KEYS = ("field", "value", "min", "max", "reason")
 _FOLLOWS = {"ppo.value_learning_rate": "optimizer.learning_rate"}
 """Fields that take the value of another field, or `LEAST_VALUE_RATE` if that is higher, if they are null."""
-_NO_LIMIT = frozenset({"environment.memory_mb"})
-"""Fields whose value 0 means that there is no limit."""
+_NO_LIMIT = frozenset(
+    {
+        *("environment.memory_mb", "evaluation.every_steps", "launcher.stall_after_s", "launcher.time_limit_minutes"),
+        *("optimizer.micro_batch_size", "ppo.value_clip_range"),
+    }
+)
+"""Fields whose value 0 means that there is no limit: never, all at once, as long as the partition allows."""
 
 
 @dataclass(frozen=True)

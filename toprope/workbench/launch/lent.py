@@ -1,7 +1,7 @@
-"""The tools and data that the owner lends, as they are now.
+"""The models, tools and data that the owner lends, as they are now.
 
-The targets of `orchestrator` and of data sets hold what the owner allowed when a draft was made or a run began; what
-the owner has withdrawn since must not be used.
+Specifications hold models with their prices and the trainer's class, and the targets of `orchestrator` and of data sets
+hold what the owner allowed when a draft was made or a run began. What the owner has withdrawn since must not be used.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from toprope.settings.owner import Home
 from toprope.settings.sections.environment import members_of
 from toprope.settings.tools import tool_variable
 from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.endpoints import require_keys, resolve_helpers, resolve_models, resolve_teacher
+from toprope.workbench.launch.custom_trainers import trainer_of
+from toprope.workbench.launch.hosted import with_service
 
 _LENDING = ("dataset", ORCHESTRATOR)
 """Adapters whose targets hold the owner's permissions."""
@@ -26,7 +29,7 @@ _PERMISSIONS = ("folders", "files", "tools")
 
 
 def renewed(specifications: Sequence[Specification], home: Home) -> list[Specification]:
-    """Return specifications with the tools and folders that the owner lends now.
+    """Return specifications with the models, the trainer, the tools and the folders that the owner lends now.
 
     Args:
         specifications: Of runs that differ in their seed alone.
@@ -34,8 +37,10 @@ def renewed(specifications: Sequence[Specification], home: Home) -> list[Specifi
 
     Raises:
         LockedField: They use a tool or a file that the owner has withdrawn.
+        NotFound, InvalidValue: The same of a model, its key or the trainer.
         NotPossibleNow: The environment is gone.
     """
+    specifications = [_with_models(specification, home) for specification in specifications]
     first = specifications[0]
     sources = [first.environment, *first.mixture]
     if first.ask is not None or not any(map(_permissions_of, sources)):
@@ -49,6 +54,26 @@ def renewed(specifications: Sequence[Specification], home: Home) -> list[Specifi
         specification.model_copy(update={"environment": environment, "mixture": mixture})
         for specification in specifications
     ]
+
+
+def _with_models(run: Specification, home: Home) -> Specification:
+    if run.ask is not None:
+        return run
+    settings, presets, file = home.settings(), home.preset_folders, home.settings_file
+    found: dict[str, Any] = {}
+    if run.test is not None and run.test.models:
+        models = resolve_models([model.name for model in run.test.models], settings, presets)
+        require_keys(models, settings, file)
+        found["test"] = run.test.model_copy(update={"models": models})
+    if run.teacher is not None:
+        found["teacher"] = resolve_teacher(run.teacher.name, settings, presets, file)
+    if run.helpers:
+        found["helpers"] = resolve_helpers(run.config.environment, settings, presets, file)
+    if run.trainer is not None:
+        trainer = trainer_of(run.config, home.trainer_folders(settings), file)
+        found |= {"trainer": trainer} if trainer is None or trainer.file != run.trainer.file else {}
+    run = run.model_copy(update=found)
+    return with_service(run, settings) if run.config.is_hosted else run
 
 
 def tool_variables(run: Specification, home: Home) -> dict[str, str]:

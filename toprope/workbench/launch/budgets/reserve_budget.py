@@ -89,7 +89,7 @@ def reserve_calls(endpoints: Mapping[str, Endpoint], limits: Limits, runs: Path,
 
     Args:
         endpoints: The models by name.
-        spender: The program's name in the ledger, whose own account is left out.
+        spender: The program's name in the ledger; its own account counts what it spent before.
 
     Raises:
         NoRoomWithin: A limit on cost leaves nothing, or a model has no price.
@@ -98,7 +98,7 @@ def reserve_calls(endpoints: Mapping[str, Endpoint], limits: Limits, runs: Path,
     costs = Limits(kept, limits.prices, source=limits.source)
     missing = unpriced(endpoints)
     demand = Demand(None, 0, tokens_usd=None, unpriced=missing)
-    frozen = freeze_limits(costs, demand, read_accounts(runs, leave_out=[spender]))
+    frozen = freeze_limits(costs, demand, _accounts(spender, runs))
     if isinstance(frozen, list):
         raise _refusal(frozen)
     return frozen
@@ -175,7 +175,7 @@ def _usage_of(run_id: str, runs: Path) -> dict[str, float]:
 
 
 def _accounts(run_id: str, runs: Path) -> list[Account]:
-    """Return the accounts of all runs; an ended one that is about to go on holds what it used, even under its lock."""
+    """Return all accounts; an ended run or program that is about to go on holds what it used, even under its lock."""
     return [
         dataclasses.replace(account, live=account.live and account.run_id != run_id) for account in read_accounts(runs)
     ]
