@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import records, sweep_stand_ins
 from tests.support.run_harness import eventually
-from toprope.errors import Corrupt
+from toprope.errors import Corrupt, NotPossibleNow
 from toprope.records.messages import Evaluated
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import AcceptedFile, Specification
@@ -307,7 +307,14 @@ def test_member_waits_while_another_one_is_being_started(tmp_path, monkeypatch):
     def never():
         raise full
 
+    busy = iter([NotPossibleNow("Another front end has been starting a run for 20 s.")] * 3)
+
+    def at_last():
+        if (refusal := next(busy, None)) is not None:
+            raise refusal
+
     async def both():
+        await Conductor(member, home)._start("d", at_last)
         one = Conductor(member, home)
         await asyncio.gather(one._start("a", slow), one._start("b", second))
         with pytest.raises(NoRoomWithin):

@@ -75,6 +75,11 @@ def test_sweep_logs_each_candidate_once(follow):
     assert [row["sweep/candidate"] for row in tracker.rows] == [1, 2]
     assert tracker.rows[0]["sweep/score"] == 0.3 and tracker.rows[0]["sweep/optimizer.learning_rate"] == 0.1
     assert "sweep/score" not in tracker.rows[1] and tracker.rows[1]["sweep/best"] == 0.3
+    late = follow("sweep", sweep=plan)
+    (late[0].path / "sweep.jsonl").write_bytes((folder.path / "sweep.jsonl").read_bytes())
+    SweepLog(late[0]).append(Scored(candidate="c2", score=0.9, measured=Measured(steps=5)))
+    late[1].pass_on()
+    assert [row["sweep/best"] for row in late[2].rows] == [0.3, 0.9], "each row has the best until then"
     log.append(Finalist(candidate="c1", measured=Measured(accuracy=0.5, tasks=40, successes=20)))
     follower.finish()
     assert len(tracker.rows) == 2 and tracker.exit_code == 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ class TrainedTasks:
         """Ids that a full disk has not taken yet."""
         self._append(self.inherited - self._recorded)
 
-    def add(self, task_id: str, messages: Sequence[dict[str, Any]]) -> None:
-        """Record a task before it is trained on."""
-        self._append({task_id.rpartition("/")[2], content_id(messages)} - self._recorded)
+    def add(self, task_id: str, messages: Sequence[dict[str, Any]], others: Collection[str] = ()) -> None:
+        """Record a task before it is trained on, and the ids of `others` that its words come from."""
+        ids = {name.rpartition("/")[2] for name in (task_id, *others)}
+        self._append((ids | {content_id(messages)}) - self._recorded)
 
     def _append(self, ids: set[str] | frozenset[str]) -> None:
         self._recorded |= ids

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from toprope.errors import ComponentFailed, TopropeError
+from toprope.errors import ComponentFailed, NotPossibleNow, TopropeError
 from toprope.records.messages import Evaluated, Failed, Finished, Progress, Ready, Warned
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import (
@@ -41,6 +41,8 @@ from toprope.workbench.launch.budgets.reserve_budget import NoRoomWithin
 _CHECK_EVERY_S = 0.25
 _REPORT_EVERY_S = 1.0
 _RETRY_START_EVERY_S = 2.0
+_MOST_REFUSALS = 30
+"""Refused starts of a member that is no question of room, such as a busy ledger, before it has no score."""
 _TEMPORARY_LIMITS = frozenset({"concurrent_runs"})
 """Limits that leave room again once another run has ended."""
 
@@ -241,7 +243,7 @@ class Conductor:
             CodeChanged, NoRoomWithin: The sweep cannot go on.
             TopropeError: The run cannot start.
         """
-        warned = False
+        warned, refused = False, 0
         while True:
             self._check_stop()
             await self._member.hold_async()
@@ -252,7 +254,13 @@ class Conductor:
             except TopropeError as error:
                 self._live.discard(run_id)
                 if not isinstance(error, NoRoomWithin):
-                    raise
+                    refused += 1
+                    if not isinstance(error, NotPossibleNow) or isinstance(error, CodeChanged):
+                        raise
+                    if refused >= _MOST_REFUSALS:
+                        raise
+                    await asyncio.sleep(_RETRY_START_EVERY_S)
+                    continue
                 # The budget that live members reserved and do not use is free when they end.
                 if not set(error.limits) <= _TEMPORARY_LIMITS and not self._live:
                     raise

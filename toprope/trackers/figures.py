@@ -80,17 +80,17 @@ def model_summary(models: list[TestedModel]) -> dict[str, Value]:
     return summary
 
 
-def candidate_row(number: int, scored: Scored, standing: Standing) -> dict[str, Value]:
-    """A candidate of a sweep with its score, values and the best score so far.
+def candidate_row(number: int, scored: Scored, standing: Standing, best: float | None) -> dict[str, Value]:
+    """A candidate of a sweep with its score, values and the `best` score so far.
 
     Args:
         number: Its place in the order of scores, from 1.
     """
-    candidate, best = standing.candidates[scored.candidate], standing.best
+    candidate = standing.candidates[scored.candidate]
     row: dict[str, Value] = {"sweep/candidate": number, "sweep/id": scored.candidate}
     row["sweep/epoch"] = standing.born[scored.candidate]
     row |= {f"sweep/{name}": value for name, value in candidate.values.items() if isinstance(value, int | float | str)}
-    for name, value in (("score", scored.score), ("best", best.score if best else None)):
+    for name, value in (("score", scored.score), ("best", best)):
         if value is not None and math.isfinite(value):
             row[f"sweep/{name}"] = value
     return row

@@ -8,6 +8,7 @@ Rows that a later attempt repeats are logged again, as metrics.jsonl has them: t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -163,9 +164,12 @@ class RunFollower:
     def _pass_candidates(self) -> None:
         standing = read_standing(self._folder)
         done = int(self._logged.get("candidates", 0))
+        best: float | None = None
         for number, scored in enumerate(standing.scores.values(), 1):
+            if scored.score is not None and math.isfinite(scored.score):
+                best = scored.score if best is None else max(best, scored.score)
             if number > done:
-                self._log(figures.candidate_row(number, scored, standing))
+                self._log(figures.candidate_row(number, scored, standing, best))
         self._logged["candidates"] = len(standing.scores)
         summary = figures.sweep_summary(standing)
         if self._logged.get("summary") != summary:

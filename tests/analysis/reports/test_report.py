@@ -88,6 +88,13 @@ def test_test_run_interval_counts_tasks_not_rollouts(specification, status):
     assert share.low == pytest.approx(0.2993, abs=1e-4)
 
 
+@pytest.mark.parametrize(("tasks", "rollouts"), [(7, 17), (100, 113), (100, 201)])
+def test_perfect_test_with_failed_judgements_is_reported(specification, status, tasks, rollouts):
+    content = {"version": 1, "sampled": {**sampled(rollouts), "tasks": tasks, "rollouts": rollouts}}
+    found = build(specification, status, {"test": content}, []).evaluations["test"].sampled
+    assert (found.accuracy, found.high) == (1.0, 1.0)
+
+
 def test_evaluation_without_tasks_has_no_share(specification, status):
     content = {"sampled": {"split": "heldout", "tasks": 0, "successes": 0, "accuracy": None}}
     assert build(specification, status, {"after": content}, []).evaluations["after"].sampled is None

@@ -230,6 +230,23 @@ def test_only_measurements_on_the_same_split_are_compared(tmp_path, kind, split,
     assert _conditions(specification, {"sampled": {"split": split}})["kind of measurement"] == told
 
 
+def test_measurements_against_other_opponents_or_graders_are_unlike(tmp_path):
+    made = RunHarness(tmp_path).specification("test")
+    evaluation = {"sampled": {"split": "validation"}}
+    alone = _conditions(made, evaluation)
+    assert not any("opponent" in name or "roles" in name for name in alone)
+    for changes in ({"opponent": "base"}, {"opponent": "run:x"}, {"model_roles": {"grader": "mine"}}):
+        other = made.model_copy(deep=True)
+        for name, value in changes.items():
+            setattr(other.config.environment, name, value)
+        [differing] = set(_conditions(other, evaluation).items()) - set(alone.items())
+        assert differing[0].startswith("environment.")
+    first, second = made.model_copy(deep=True), made.model_copy(deep=True)
+    first.config.environment.opponent = second.config.environment.opponent = "base"
+    second.config.policy.model = "/other/weights"
+    assert _conditions(first, evaluation) != _conditions(second, evaluation), "they play against other weights"
+
+
 def test_members_of_a_sweep_have_the_sampling_that_measured_them(tmp_path):
     specification = RunHarness(tmp_path).specification("test")
     specification.config.rollout.max_new_tokens = 7

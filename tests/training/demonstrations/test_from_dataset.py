@@ -13,6 +13,7 @@ import pytest
 from toprope.errors import ComponentFailed, Corrupt, InvalidValue, NotFound
 from toprope.records.journal.demonstrations import read_traces
 from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
+from toprope.records.trained_tasks import TrainedTasks, read_trained
 from toprope.sdk.authoring.environment import Task
 from toprope.settings.schema import Config
 from toprope.training.demonstrations.from_dataset import content_id, write_dataset_demonstrations
@@ -66,6 +67,7 @@ def frozen(tmp_path: Path, name: str = "best") -> Specification:
 
 def taken(tmp_path: Path, specification: Specification) -> tuple[list, list]:
     seen: list[tuple[str, str]] = []
+    trained = TrainedTasks(tmp_path, None)
 
     async def work() -> None:
         link = await EnvironmentWorker.start()
@@ -86,7 +88,10 @@ def taken(tmp_path: Path, specification: Specification) -> tuple[list, list]:
                 specification,
                 tmp_path / "traces.jsonl",
                 lambda *said: None,
-                lambda environment, task, asked: seen.append((environment, task)),
+                lambda environment, task, asked, ids: (
+                    seen.append((environment, task)),
+                    trained.add(task, asked, ids),
+                ),
             )
         finally:
             await link.close()
@@ -130,6 +135,15 @@ def test_copies_of_heldout_items_are_left_out(tmp_path: Path):
     traces, _ = taken(tmp_path, frozen(tmp_path))
     assert len(traces) == 2
     assert {trace.variant for trace in traces} == {3, 6}
+
+
+def test_a_swapped_item_is_known_as_trained_on_its_question(tmp_path: Path):
+    """A run that begins from these weights evaluates on none of their tasks, and data sets of the run keep the link."""
+    made(tmp_path / "datasets", *swap_io([item(1)]))
+    [trace], _ = taken(tmp_path, frozen(tmp_path))
+    assert trace.messages[0]["content"] != item(1).messages[0]["content"]
+    assert Task("1 + 1?").id in read_trained(tmp_path)
+    assert trace.verdict["first_prompt"] == Task("1 + 1?").id
 
 
 def test_items_of_the_only_task_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -244,7 +244,8 @@ def _accuracy(measured: Mapping[str, Any] | None) -> Accuracy | None:
     if not measured or not measured["tasks"]:
         return None
     tasks, rollouts = int(measured["tasks"]), measured.get("rollouts")
-    share = wilson(measured["successes"] / (rollouts / tasks if rollouts else 1), tasks)
+    successes = measured["successes"] * tasks / rollouts if rollouts else measured["successes"]
+    share = wilson(min(successes, tasks), tasks)
     fields = {name: measured[name] for name in Accuracy.model_fields if name in measured and name != "accuracy"}
     return Accuracy(**fields, accuracy=share.value, low=share.low, high=share.high)
 

@@ -14,6 +14,7 @@ from toprope.records.run.folder import REPAIR_HINT, RunFolder, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
+from toprope.settings.endpoints import BASE
 from toprope.settings.sections.environment import EnvironmentSection, members_of, rewards_of
 from toprope.text_format import clip
 
@@ -186,8 +187,22 @@ def measured_tasks(specification: Specification) -> dict[str, str]:
         "environment": specification.environment.name,
         "environment.knobs": json.dumps(section.knobs, sort_keys=True, ensure_ascii=False),
         "environment.max_turns": str(section.max_turns),
+        **_others(specification),
         **_levels_and_mixture(section),
     }
+
+
+def _others(specification: Specification) -> dict[str, str]:
+    """Return who plays against the policy and who grades it; nothing for an environment without others."""
+    section, others = specification.config.environment, {}
+    if section.opponent:
+        helper = specification.helpers.get(section.opponent)
+        weights = specification.config.policy.model if section.opponent == BASE else specification.opponent_policy
+        model = helper.endpoint.model if helper is not None and helper.endpoint is not None else weights
+        others["environment.opponent"] = f"{section.opponent} {model or ''}".strip()
+    if section.model_roles:
+        others["environment.model_roles"] = json.dumps(section.model_roles, sort_keys=True, ensure_ascii=False)
+    return others
 
 
 def _levels_and_mixture(section: EnvironmentSection) -> dict[str, str]:

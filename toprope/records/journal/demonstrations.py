@@ -32,7 +32,8 @@ class Trace(msgspec.Struct, omit_defaults=True):
     turns: int = 1
     teacher: str = ""
     verdict: dict[str, Any] = {}
-    """`success`, `score` and `unscored` of an item of a data set, as far as it has them."""
+    """Of an item of a data set, as far as it has them: `success`, `score`, `unscored`, and `first_task` and
+    `first_prompt`, by which a copy is known as one of a task that may be held out."""
     first_messages: int = 0
     """Number of messages of the prompt; 0 if it is unknown, as in files of earlier versions."""
 

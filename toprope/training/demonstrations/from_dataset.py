@@ -22,7 +22,7 @@ from toprope.training.rollouts.environment_host import EnvironmentHost
 
 _FLUSH_EVERY = 1000
 _HELDOUT_PIECE = 256
-_VERDICT = ("success", "score", "unscored")
+_VERDICT = ("success", "score", "unscored", "first_task", "first_prompt")
 
 
 class _Item(msgspec.Struct):
@@ -40,7 +40,7 @@ async def write_dataset_demonstrations(
     specification: Specification,
     path: Path,
     progress: Callable[[str, int, int], None],
-    on_item: Callable[[str, str, list[dict[str, Any]]], None],
+    on_item: Callable[[str, str, list[dict[str, Any]], set[str]], None],
 ) -> Path:
     """Writes the items of the run's data set as demonstrations.
 
@@ -49,7 +49,8 @@ async def write_dataset_demonstrations(
         specification: The run's specification, with its data set.
         path: The file to write; it appears when it is complete.
         progress: Called with what is done, and how many of how many items are.
-        on_item: Called with the environment, task id and first messages of every item that is used.
+        on_item: Called with the environment, task id and first messages of every item that is used, and all ids of the
+            questions that it rests on, also of the item that a mutation copied.
 
     Raises:
         Corrupt: The data set differs from the frozen one.
@@ -79,13 +80,13 @@ async def write_dataset_demonstrations(
             prompt_id = content_id(state)
             task = str(item.metadata.get("task") or prompt_id)
             first = str(item.metadata.get("first_task") or task)  # of the item that a mutation copied
-            ids = {prompt_id, str(item.metadata.get("first_prompt")), task, first}
+            ids = {prompt_id, str(item.metadata.get("first_prompt") or prompt_id), task, first}
             ids |= {name.rpartition("/")[2] for name in (task, first)}  # tasks of a mixture are ENVIRONMENT/ID
             if not heldout.isdisjoint(ids):
                 of_heldout += 1
                 continue
             used += 1
-            on_item(str(item.metadata.get("environment") or source.name), task, state)
+            on_item(str(item.metadata.get("environment") or source.name), task, state, ids)
             traces.append(
                 Trace(
                     task_id=task,

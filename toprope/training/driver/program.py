@@ -383,8 +383,8 @@ class Driver:
             if isinstance(order, Stop):
                 return
 
-    def _track_item(self, environment: str, task: str, messages: list[dict[str, Any]]) -> None:
-        self._trained.add(task, messages)
+    def _track_item(self, environment: str, task: str, messages: list[dict[str, Any]], ids: set[str]) -> None:
+        self._trained.add(task, messages, ids)
         self._contamination.add("train", f"{environment}/{task}", messages)
 
     def _track_contamination(self, split: str, group: SampledGroup) -> None:
