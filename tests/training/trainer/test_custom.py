@@ -79,9 +79,10 @@ def custom(**changes: Any) -> Config:
 def attempt(tiny_policy, monkeypatch, tmp_path):
     monkeypatch.setattr(sync_client, "SyncApiClient", StandInApi)
 
-    def run(folder: RunFolder, config: Config, stop_after: int = 0, code: str | None = None) -> Member:
+    def run(folder: RunFolder, config: Config, stop_after: int = 0, code: str | None = None, life: int = 0) -> Member:
         folder.crew.mkdir(exist_ok=True)
         member = Member(folder, tiny_policy, config, stop_after)
+        member.life = life
         member.spec.trainer = source(tmp_path / f"trainers-{folder.run_id}", code)
         CustomRun(member).run(folder.newest_checkpoint())
         return member
@@ -106,6 +107,33 @@ def test_custom_trainer_run_has_steps_checkpoints_and_weights(attempt, tmp_path,
     assert all((served[name] == value).all() for name, value in weights.items()), "inference has the saved weights"
     template = str(load_tokenizer(end / "model").chat_template)
     assert template.endswith(load_tokenizer(tiny_policy).chat_template) and "set enable_thinking = false" in template
+
+
+def test_trainer_restarted_before_its_first_checkpoint_begins_again(attempt, tmp_path, tiny_policy, monkeypatch):
+    """Inference may have weights of the life that died, so the starting policy is published again."""
+    folder = RunFolder.create(tmp_path, "run")
+    first, seen, batches = load_file(tiny_policy / "model.safetensors"), [], CustomRun.batches
+
+    def look(run: CustomRun) -> Any:
+        served = {name: value.clone().zero_() for name, value in first.items()}
+        seen.append(WeightReader(folder.crew, served).refresh())
+        assert all((served[name] == value).all() for name, value in first.items())
+        return batches(run)
+
+    monkeypatch.setattr(CustomRun, "batches", look)
+    member = attempt(folder, custom(), life=1)
+    assert seen == [0] and [report.step for report in member.of(Stepped)] == [1, 2, 3, 4, 5, 6]
+    assert rows(folder)[-1]["version"] == 6
+
+
+def test_checkpoint_within_a_step_is_written_at_its_end(attempt, tmp_path):
+    call = "            loss, reward = self.step(batch.samples)"
+    code = example().replace(call, f"            if batch.step == 3:\n                session.checkpoint()\n{call}")
+    assert code != example()
+    folder = RunFolder.create(tmp_path, "run")
+    member = attempt(folder, custom(), code=code)
+    [saved, *_] = member.of(Checkpointed)
+    assert (saved.step, saved.cursor) == (3, 3 * GROUPS)
 
 
 def test_custom_trainer_resumes_from_checkpoint(attempt, tmp_path):

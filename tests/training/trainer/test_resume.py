@@ -18,7 +18,7 @@ from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
 from toprope.training.inference.engines.choice import make_engine
 from toprope.training.policy.export import export_policy
-from toprope.training.policy.loading import load_model, load_tokenizer
+from toprope.training.policy.loading import load_model, load_pretrained, load_tokenizer
 from toprope.training.policy.weight_sync import WeightReader, check_weights
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining
 from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
@@ -256,9 +256,24 @@ def test_torn_metrics_row_spoils_no_other(attempt, tmp_path):
     assert json.loads(lines[2]) == {"version": 1, "attempt": 1}
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_weights_of_other_model_are_refused(tiny_policy, tmp_path, lora):
-    config = small_run_config(policy__lora=lora)
+def untied(policy, folder):
+    """A copy whose output layer has weights of its own."""
+    model = load_pretrained(policy, "cpu", dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(folder)
+    load_tokenizer(policy).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("targets", ["", "all-linear", "q_proj,lm_head", "q_proj,embed_tokens"])
+def test_weights_of_other_model_are_refused(tiny_policy, tmp_path, targets):
+    lora = {"policy__lora": bool(targets), "policy__lora_target_modules": targets or "all-linear"}
+    config = small_run_config(**lora)
+    if "," in targets:
+        with pytest.raises(InvalidValue, match="share their weights"):
+            load_model(tiny_policy, config)
+        tiny_policy = untied(tiny_policy, tmp_path / "untied")
     model = load_model(tiny_policy, config)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     optimizer = torch.optim.AdamW(trained.values())
@@ -275,8 +290,10 @@ def test_weights_of_other_model_are_refused(tiny_policy, tmp_path, lora):
     load_weights(path, model)
     state = load_checkpoint(path, model=model, optimizer=optimizer, scheduler=scheduler)
     assert (state.rollouts, state.dropped) == (32, {"stale": 2})
-    other = load_model(tiny_policy, small_run_config(policy__lora=lora, policy__lora_rank=8))
-    if not lora:
+    if targets:
+        load_model(path / "model", config, trained=True)
+    other = load_model(tiny_policy, small_run_config(**lora, policy__lora_rank=8))
+    if not targets:
         other.resize_token_embeddings(300)
     with pytest.raises(Corrupt, match="step-000001 cannot be used"):
         load_weights(path, other)

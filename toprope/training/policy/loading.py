@@ -312,7 +312,9 @@ def load_model(
         model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
             model, use_gradient_checkpointing=False
         )
-    targets = policy.lora_target_modules
+    wanted = policy.lora_target_modules
+    targets = wanted if wanted == "all-linear" else [name.strip() for name in wanted.split(",")]
+    _refuse_tied_targets(model, targets)
     torch.manual_seed(config.algorithm.seed)  # trainer and inference start from the same adapters
     model = get_peft_model(
         model,
@@ -320,7 +322,7 @@ def load_model(
             r=policy.lora_rank,
             lora_alpha=policy.lora_alpha,  # type: ignore[arg-type] # peft accepts a float
             lora_dropout=policy.lora_dropout,
-            target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+            target_modules=targets,
             task_type="CAUSAL_LM",
             revision=options.get("revision"),  # saved with them, beside the name of the model below
         ),
@@ -332,6 +334,24 @@ def load_model(
             if not overwritten:
                 raise
     return model
+
+
+def _refuse_tied_targets(model: Any, targets: str | list[str]) -> None:
+    """Adapters of one of two layers that share their weights cannot be merged without changing the other.
+
+    Raises:
+        InvalidValue: `targets` names such a layer.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if targets == "all-linear" or None in ends or ends[0].weight is not ends[1].weight:
+        return
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module in ends}
+    if found := sorted(names.intersection(targets)):
+        raise InvalidValue(
+            f"policy.lora_target_modules names {' and '.join(found)}, but the embedding and the output layer of this "
+            "model share their weights.",
+            hint=f"Leave {' and '.join(found)} out, or set policy.lora_target_modules to all-linear.",
+        )
 
 
 def _base_of(folder: Path) -> tuple[str, str | None]:

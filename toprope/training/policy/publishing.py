@@ -130,10 +130,12 @@ class WeightFolder:
     ) -> None:
         self.version = version
         self._folder, self._model = folder / _FOLDER, model
-        self._options = {} if weights is None else {"state_dict": weights}
+        self._options: dict[str, Any] = {} if weights is None else {"state_dict": weights}
         self._check = check or (lambda: check_weights(model))
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._adapters = hasattr(model, "peft_config")
+        if self._adapters:
+            self._options["save_embedding_layers"] = False
 
     def publish(self) -> int:
         """Write a folder, then name it as the newest; returns its version."""

@@ -28,7 +28,7 @@ from toprope.sdk.errors import Failure, LoadError
 from toprope.sdk.training import Batch, CheckFailed, Data, Sample, Session, TrainConfig, Trainer
 from toprope.settings.schema import Config
 from toprope.training.component.member import CrewMember
-from toprope.training.policy.loading import describe_device, load_tokenizer
+from toprope.training.policy.loading import describe_device, load_model, load_tokenizer
 from toprope.training.policy.weight_sync import WeightFile
 from toprope.training.trainer.base import Learner
 from toprope.training.trainer.batch_source import EndOfTraining, TrainingRow, build_rows
@@ -77,7 +77,8 @@ class CustomRun(LocalRun):
         self._step_is_open = False
         """True after a batch was given out, until its step is logged."""
         self._must_publish = False
-        """True until inference has the weights that this attempt continues from."""
+        """True until inference has the weights of the checkpoint that this attempt continues from."""
+        self._saves_after_step = False
 
     def run(self, checkpoint: Path | None = None) -> None:
         """Loads the class, then lets it check, train, save and evaluate.
@@ -98,8 +99,9 @@ class CustomRun(LocalRun):
             session.resumed = self._newest_sound(checkpoint)
             state = self._agree_on_cursor(self._restore(session.resumed))
             self._weights.version = state.policy_version - 1
-        # Without either, inference has the starting policy.
-        self._must_publish = member.life > 0 or checkpoint is not None
+        elif member.life > 0:  # inference may have weights of the life that left no checkpoint
+            self._weights.publish_first(load_model(policy, config))
+        self._must_publish = checkpoint is not None
         session.step = state.step
         self._source = self._make_source(state)
         member.report(Ready("checked"))  # the driver waits for it: nothing is sampled before the checks have passed
@@ -139,6 +141,9 @@ class CustomRun(LocalRun):
         self._step_is_open, session.step = False, self._step + 1
         logged = {name: _number(name, value) for name, value in metrics.items()}
         self._finish_step(session.step, {"loss": 0.0} | logged | self._batch_metrics)
+        if self._saves_after_step:
+            self._saves_after_step = False
+            self._save()
 
     def publish(self, weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> int:
         """Publishes the next version of the weights."""
@@ -148,8 +153,11 @@ class CustomRun(LocalRun):
         return version
 
     def checkpoint(self) -> None:
-        """Writes a checkpoint of the last finished step."""
-        self._save()
+        """Writes a checkpoint of the last finished step; of an open one at its end, because its batch is given out."""
+        if self._step_is_open:
+            self._saves_after_step = True
+        else:
+            self._save()
 
     def _make_learner(self, policy: Path) -> Learner:
         raise NotImplementedError("the owner's class takes its own steps")
@@ -273,6 +281,11 @@ class _CopiedWeights:
                 self._copies[name].copy_(value)
         self.version = self._file.publish()
         return self.version
+
+    def publish_first(self, model: torch.nn.Module) -> None:
+        """Publish the starting policy; user code may publish other names after it."""
+        self.copy_and_publish(dict(model.named_parameters()))
+        self._copies, self._file = {}, None
 
 
 def _sample(row: TrainingRow) -> Sample:

@@ -158,7 +158,9 @@ def _write(
     numbers: Mapping[str, Any],
 ) -> None:
     # Frozen adapters may lie beside the trained ones; only the latter are the policy.
-    options: dict[str, Any] = {"selected_adapters": ["default"]} if hasattr(model, "peft_config") else {}
+    options: dict[str, Any] = {}
+    if hasattr(model, "peft_config"):  # without the layers below adapters of lm_head or embed_tokens
+        options |= {"selected_adapters": ["default"], "save_embedding_layers": False}
     if weights:
         options["state_dict"] = {key: value for key, value in weights.items() if "/" not in key}
     model.save_pretrained(aside / "model", safe_serialization=True, **options)
@@ -309,8 +311,9 @@ def _like(value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
 
 
 def _adapter_key(key: str) -> str:
-    """A key of the file of adapters as the model has it."""
-    return f"{key.removesuffix('.weight')}.default.weight"
+    """A key of the file of adapters as the model has it; adapters of an embedding are no modules."""
+    name = key.removesuffix(".weight")
+    return f"{name}.default" if name == key else f"{name}.default.weight"
 
 
 def _check(path: Path) -> None:
