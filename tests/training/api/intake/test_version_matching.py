@@ -81,8 +81,9 @@ def test_versions_are_added_and_unmatched_setting_is_followed(tmp_path: Path, tr
         registered(api)
         matcher.connect(url)
         api.post("/scored_data", outside(1))
-        api.post("/scored_data_list", [outside(9), outside(1, inference_logprobs=[[1.0, -9.0, -9.0]] * 2)])
-        api.post("/scored_data", group(8, rows=2))  # a post of the run's own driver
+        # Leaving out its number does not make a post one of the run's own driver, which sends versions.
+        api.post("/scored_data_list", [group(9, rows=2), outside(1, inference_logprobs=[[1.0, -9.0, -9.0]] * 2)])
+        api.post("/scored_data", group(8, rows=2, versions=[[(6, 2)]] * 2))  # a post of the run's own driver
         assert api.get("/counts")["unmatched"] == 1
         answer = api.get("/batch?cursor=0&sequences=6" if not train else "/batch?cursor=0&sequences=8")
         assert marks(answer) == ([1, 9, 1, 8] if train else [1, 1, 8])
@@ -94,7 +95,7 @@ def test_versions_are_added_and_unmatched_setting_is_followed(tmp_path: Path, tr
         assert "toprope_api_unmatched_total 1" in api.raw("GET", "/metrics")[2].decode()
     notes = [record.note for record in FileJournal(tmp_path / "journal").iterate() if record.size]
     assert [(note.oldest_version, note.unmatched) for note in notes] == [
-        (4, False), (None, True), (4, False), (None, False),
+        (4, False), (None, True), (4, False), (6, False),
     ]  # fmt: skip
 
 

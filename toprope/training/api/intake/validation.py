@@ -151,7 +151,7 @@ class GroupValidator:
         lengths = [len(row) for row in group.tokens]
         self._check(group, lengths, max_row)
         _check_masks(group.masks, group.tokens)
-        unversioned = group.env_id is not None and group.versions is None
+        unversioned = group.versions is None
         return PostedGroup(body, _note(group, lengths), group.env_id, posted, unversioned)
 
     def _decode(self, body: bytes) -> tuple[bytes, Group]:
