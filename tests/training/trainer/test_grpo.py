@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,8 @@ def test_collate_pads_completions_on_the_right() -> None:
     assert batch.mask.tolist() == [[True, True, True], [True, False, True]]
     assert batch.tokens == 5 and batch.columns == 3 and batch.ages.tolist() == [-1, -1]
     assert batch.sampled[1].tolist() == pytest.approx([-0.4, 0.0, -0.5])
+    versions = [replace(row, version=version) for row, version in zip(rows, (2, 30), strict=True)]
+    assert collate(versions, 3).ages.tolist() == [1, 27], "a version that vanished with a resume is not the same"
 
 
 def test_passes_in_bfloat16_keep_float32_weights(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

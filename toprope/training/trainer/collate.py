@@ -63,7 +63,7 @@ def collate(rows: Sequence[TrainingRow], version: int | None, device: str | torc
         advantages = [padded(row.token_advantages or [row.advantage] * len(row.completion)) for row in rows]
     else:
         advantages = [[row.advantage] for row in rows]
-    ages = [-1 if version is None or row.version is None else max(version - row.version, 0) for row in rows]
+    ages = [-1 if version is None or row.version is None else abs(version - row.version) for row in rows]
     return RowTensors(
         mask=mask,
         sampled=tensor([padded(row.logprobs) for row in rows], numpy.float32),
