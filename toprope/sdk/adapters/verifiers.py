@@ -75,6 +75,7 @@ class Verifiers(OwnLoop):
         self._env: Any = None
         self._open: dict[str, Any] = {}
         """State that rollouts share; they run on copies of this environment."""
+        self._learning: tuple[str, ...] = ()
         self._seats: tuple[str, ...] = ()
         """Agents that learn, if there are several. Each rollout is one seat's, with that seat's own reward."""
         self._seat = ""
@@ -117,16 +118,20 @@ class Verifiers(OwnLoop):
         adopt_tools(type(first), "Task")
         adopt_tools(type(self._env.taskset), "Taskset")
         self.parts = self._parts(first)
-        learning = asyncio.run(_learning(self._env))
-        self._seats = learning if len(learning) > 1 else ()
+        self._weights = {name: part.weight for name, part in self.parts.items()}
+        self._learning = asyncio.run(_learning(self._env))
+        self._seats = self._learning if len(self._learning) > 1 else ()
         taskset = self._env.taskset
         tools = [*first.toolsets(first.config), *taskset.toolsets(taskset.config)]
         for server in tools:
             _check_server(server)
         if tools:
             fork_tool_servers()
-        plain = ours["harness"] == "auto" and not tools and type(self._env).__name__ == "SingleAgentEnv"
-        limits = [spec.max_turns or TURNS for spec in self._env._agent_specs.values()]
+        agents = self._env._agent_specs
+        # Other harnesses than ours may go on after an answer without a call.
+        asked_once = all(spec.harness is not None and spec.harness.id == HARNESS for spec in agents.values())
+        plain = asked_once and not tools and type(self._env).__name__ == "SingleAgentEnv"
+        limits = [agents[name].max_turns or TURNS for name in self._learning]
         self.max_turns = 1 if plain else ours["turns"] or max(limits, default=TURNS)
 
     def tasks(self) -> Iterator[Task]:
@@ -229,10 +234,13 @@ class Verifiers(OwnLoop):
 
     async def _serve(self, env: Any, ready: asyncio.Future[None]) -> None:
         try:
-            env._agent_specs = {
-                name: spec.model_copy(update={"max_turns": min(spec.max_turns or self.max_turns, self.max_turns)})
-                for name, spec in env._agent_specs.items()
-            }
+            agents = {}
+            for name, spec in env._agent_specs.items():
+                most = spec.max_turns or TURNS
+                if name in self._learning:
+                    most = min(spec.max_turns or self.max_turns, self.max_turns)
+                agents[name] = spec.model_copy(update={"max_turns": most})
+            env.config = env.config.model_copy(update=agents)  # of which verifiers makes the agents of each episode
             async with env.serving():
                 secrets = tuple(
                     tool_server.state_secret for tool_server in env._shared_tools.values() if tool_server.state_secret
@@ -257,7 +265,8 @@ class Verifiers(OwnLoop):
         last = [trace.calls[-1].error for trace in traces if trace.calls]
         refused = [error for error in last if error is not None and error.status_code == 400]
         full = any(FULL in (error.message or "") for error in refused)
-        truncated = full or any(trace.is_truncated for trace in traces)
+        # A limit of turns cuts no answer off, though verifiers counts it so.
+        truncated = full or any(trace.is_truncated and trace.stop_condition != "max_turns" for trace in traces)
         unanswered = refused[0] if refused and not turns else None
         if unanswered or not episode.ok:
             failed = episode.last_error or next((trace.last_error for trace in traces if trace.last_error), unanswered)
@@ -274,6 +283,9 @@ class Verifiers(OwnLoop):
                     continue
                 if name in parts and name != _OTHER:
                     parts[name] += bounded(name, float(reward.score), self.parts[name]) / len(traces)
+                    if _OTHER in parts:  # an environment may have changed the weight after the episode
+                        changed = float(reward.value) - float(reward.score) * self._weights[name]
+                        parts[_OTHER] += changed / len(traces)
                 elif _OTHER in parts:
                     parts[_OTHER] += float(reward.value) / len(traces)
                 else:

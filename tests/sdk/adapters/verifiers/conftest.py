@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -84,8 +85,14 @@ class Spec:
     max_turns = 3
     harness: Any = None
 
-    def model_copy(self, update: dict[str, Any]) -> Spec:
-        return self
+    def model_copy(self, update: dict[str, Any]) -> Any:
+        copied = copy.copy(self)
+        vars(copied).update(update)
+        return copied
+
+
+class Agents(Spec):
+    """A configuration with an agent in each field."""
 
 
 class Env:
@@ -94,6 +101,7 @@ class Env:
     def __init__(self, tasks: Taskset, episodes: list[Any], agents: tuple[str, ...]) -> None:
         self.taskset, self.episodes = tasks, episodes
         self._agent_specs = {name: Spec() for name in agents}
+        self.config = Agents().model_copy(self._agent_specs)
         self._shared_tools: dict[str, Any] = {}
 
     async def setup(self, agents: Any) -> None:
@@ -186,6 +194,7 @@ def trace(rewards: dict[str, tuple[float, float]], trainable: bool = True) -> Th
         "num_turns": 1,
         "calls": [],
         "is_truncated": False,
+        "stop_condition": None,
         "last_error": None,
     }
     return Thing(agent=Thing(trainable=trainable), rewards=given, **rest)

@@ -47,6 +47,13 @@ def test_verifiers_declares_parts_and_reads_episodes(open_taskset: Callable[...,
     assert isinstance(failed, Played) and failed.error == "TaskError: no file"
 
 
+def test_weight_that_an_environment_changes_afterwards_counts(open_taskset: Callable[..., OwnLoop]) -> None:
+    episodes = [episode(trace({"exact": (1.0, 0.25)}))]
+    environment = open_taskset(rewards=[reward("exact", 0.75, float), reward("rest", 1.0, None)], episodes=episodes)
+    found = sample(environment)
+    assert isinstance(found, Played) and found.parts["exact"] == 1.0 and found.parts["other"] == 0.25 - 0.75
+
+
 def test_a_conversation_that_exceeds_the_context_is_truncated(open_taskset: Callable[..., OwnLoop]) -> None:
     said = "upstream 400: This model's maximum context length is 9 tokens."
     overflow, other = (
@@ -131,6 +138,40 @@ def test_episode_that_raises_stays_in_its_seat(open_taskset: Callable[..., OwnLo
     outcomes = asyncio.run(sample_group(environment, task, sessions)).outcomes
     assert [one.seat for one in outcomes] == ["north", "south"] * 2
     assert all(one.error and one.error.startswith("IndexError: ") for one in outcomes)
+
+
+def test_limit_of_turns_binds_the_agents_that_learn(
+    open_taskset: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verifiers makes the agents of an episode of its configuration."""
+    limits: list[dict[str, int]] = []
+    stopped = trace({"exact": (0.5, 1.0)})
+    stopped.is_truncated, stopped.stop_condition = True, "max_turns"
+
+    async def run(env: Env, task: Any, context: Any) -> Any:
+        limits.append({name: agent.max_turns for name, agent in vars(env.config).items()})
+        return episode(stopped)
+
+    monkeypatch.setattr(Env, "run_episode", run)
+    found = []
+    for knobs, most in (({"turns": 2}, None), ({}, 1), ({"turns": 9}, None)):
+        environment = open_taskset(rewards=[reward("exact", 1.0, float)], agents=("player", "referee"))
+        configure(environment, knobs=knobs, max_turns=most)
+        found.append(sample(environment))
+    assert [limit["player"] for limit in limits] == [2, 1, 3], "the knob, the run's, the author's"
+    assert [limit["referee"] for limit in limits] == [3] * 3, "its author's"
+    assert all(isinstance(one, Played) and not one.truncated for one in found)
+
+
+def test_only_our_harness_is_known_to_end_with_an_answer(
+    open_taskset: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.sdk.adapters.verifiers.conftest.Env", type("SingleAgentEnv", (Env,), {}))
+    monkeypatch.setattr(Spec, "harness", Thing(id=HARNESS))
+    opened = {"rewards": [reward("exact", 1.0, float)], "agents": ("agent",)}
+    assert open_taskset(**opened).max_turns == 1
+    monkeypatch.setattr(Spec, "harness", None)
+    assert open_taskset(**opened).max_turns == 3, "the taskset's own, which may play a game"
 
 
 def test_settings_that_a_taskset_requires_are_knobs(open_taskset: Callable[..., OwnLoop]) -> None:
