@@ -87,6 +87,9 @@ class Rubric:
         self.cleaned += 1
 
 
+Rubric.score_group.__module__ = "verifiers.rubrics.rubric"
+
+
 class SingleTurnEnv:
     max_turns = 1
 
@@ -308,6 +311,32 @@ def test_functions_of_one_name_are_one_part(copying: OwnLoop) -> None:
     assert configure(copying, knobs={"words": ["ab"]}).parts["reward"].high == 1.5
 
 
+def test_a_rubric_that_scores_by_itself_gives_its_own_reward(copying: OwnLoop) -> None:
+    """Authors gate or compute the reward in `score_group`; what the functions weigh is then not it."""
+
+    class Own(Rubric):
+        async def score_group(self, states: list[Any]) -> None:
+            for state in states:
+                state["reward"], state["metrics"] = 0.25, {"style": 1.0}
+
+    def style() -> None: ...
+
+    def parts_with(rubric: Rubric) -> Any:
+        one = SingleTurnEnv([{"prompt": "x"}], rubric)
+        copying._make = lambda **given: one  # type: ignore[attr-defined]
+        parts = configure(copying, knobs={"words": ["ab"], "reward_low": 0.0}).parts
+        return {name: (part.weight, part.low, part.high) for name, part in parts.items() if part.weight}
+
+    group = Rubric([style], [1.0])
+    group.rubrics = [Rubric([style], [1.0]), Own([], [])]  # type: ignore[attr-defined]
+    assert parts_with(group) == {"reward": (1.0, 0.0, 2.0)}
+    assert parts_with(Own([], [])) == {"reward": (1.0, 0.0, 1.0)}, "no function tells the bounds"
+    assert parts_with(Own([style], [0.5])) == {"reward": (1.0, 0.0, 0.5)}
+    environment = configure(copying, knobs={"words": ["ab"]})
+    [played] = asyncio.run(environment.group(next(environment.tasks()), [Session("http://127.0.0.1:9/v1", "ab", "m")]))
+    assert isinstance(played, Played) and played.parts == {"reward": 0.25, "style": 1.0, "reward_errors": 0.0}
+
+
 def test_images_are_named_as_unsupported(copying: OwnLoop) -> None:
     environment = configure(copying, knobs={"words": ["ab"], "image": True})
     with pytest.raises(InvalidRequest, match="content of type image_url.*without images or sound"):
@@ -337,6 +366,7 @@ def test_a_judge_that_does_not_answer_is_no_reward_of_zero(copying: OwnLoop, mon
             state["metrics"] = dict(zip(("exact", "size"), scores, strict=True))
         await rubric._call_group_reward_func(ranks, states)
 
+    score.__module__ = "verifiers.rubrics.rubric"
     monkeypatch.setattr(Rubric, "score_group", score)
     environment = configure(copying, knobs={"words": ["ab"]})
     task = next(iter(environment.tasks()))
@@ -382,6 +412,7 @@ async def scored_by(
             scores = [await rubric._call_individual_reward_func(one, state) for one in rubric.funcs]
             state["metrics"] = dict(zip(rubric._get_reward_func_names(), scores, strict=True))
 
+    score.__module__ = "verifiers.rubrics.rubric"
     monkeypatch.setattr(Rubric, "score_group", score)
     environment._make = lambda **given: SingleTurnEnv([{"prompt": "x"}], Rubric(funcs, weights))  # type: ignore[attr-defined]
     configured = configure(environment, knobs={"words": ["ab"]})

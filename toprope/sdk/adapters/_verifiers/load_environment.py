@@ -88,7 +88,7 @@ class LoadedEnvironment(OwnLoop):
         self._fields, self.Knobs = _knobs(self._make)
         self._env: Any = None
         self._routed = False
-        """True if names of functions do not tell their weights; the whole reward is then a part."""
+        """True if the functions' weights do not tell the reward; the whole reward is then a part."""
 
     def setup(self) -> None:
         knobs = self.knobs
@@ -179,9 +179,10 @@ class LoadedEnvironment(OwnLoop):
         parts: dict[str, Part] = {}
         weighted = [name for name, weight in zip(names, weights, strict=False) if weight]
         self._routed = len(names) != len(weights) or any(names.count(name) > 1 for name in weighted)
-        if (
-            self._routed
-        ):  # A group routes a task to the rubric of one of its environments, or two functions share a name.
+        self._routed |= any(map(_scores_itself, _rubrics_in(self._env.rubric)))
+        # A group routes a task to the rubric of one of its environments, two functions share a name, or an author's
+        # rubric makes the reward.
+        if self._routed:
             low, high = _range(self._env.rubric, self.knobs)
             parts[_WHOLE] = Part(1.0, low, high, "the reward by the rubric of the task's environment")
             weights = [0.0] * len(names)
@@ -238,8 +239,25 @@ def _range(rubric: Any, knobs: Any) -> tuple[float, float]:
     if members := getattr(rubric, "env_map", None):
         lows, highs = zip(*(_range(member.rubric, knobs) for member in members.values()), strict=True)
         return min(lows), max(highs)
-    ends = [sorted(weight * end for end in bounds(knobs, weight)) for weight in rubric._get_reward_weights()]
-    return sum(pair[0] for pair in ends), sum(pair[1] for pair in ends)
+    if members := getattr(rubric, "rubrics", None):
+        ends = [list(_range(member, knobs)) for member in members]
+    else:
+        ends = [sorted(weight * end for end in bounds(knobs, weight)) for weight in rubric._get_reward_weights()]
+    low, high = sum(pair[0] for pair in ends), sum(pair[1] for pair in ends)
+    return bounds(knobs, 1.0) if low == high and _scores_itself(rubric) else (low, high)
+
+
+def _rubrics_in(rubric: Any) -> Iterator[Any]:
+    """Yield a rubric and those that it consists of."""
+    yield rubric
+    of_environments = (member.rubric for member in (getattr(rubric, "env_map", None) or {}).values())
+    for member in (*(getattr(rubric, "rubrics", None) or ()), *of_environments):
+        yield from _rubrics_in(member)
+
+
+def _scores_itself(rubric: Any) -> bool:
+    """Return True if the author of a rubric, and not verifiers, wrote how it scores."""
+    return str(rubric.score_group.__module__).partition(".")[0] != "verifiers"
 
 
 def bounds(knobs: Any, weight: float) -> tuple[float, float]:
