@@ -122,6 +122,7 @@ class Trl(ToolEnvironment):
         self._reference = str(target.get("reference") or "")
         self.guessed_reference = not self._reference
         self.max_turns = int(target.get("max_turns") or TURNS) if self._factories or self.tools else 1
+        self._most_turns = self.max_turns if self._script else math.inf
         self.wants_tokens = bool(self._functions)
         self.name = str(target.get("name") or user.path.stem)
         self.__doc__ = str(target.get("description") or first_line(user.module.__doc__) or _describe(self))
@@ -178,6 +179,8 @@ class Trl(ToolEnvironment):
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
         if self.max_turns == 1 and not self.toolbox.tools:
+            return None, True
+        if self.turns >= self._most_turns:  # TRL does not carry out the calls of the last answer
             return None, True
         with self._own_random:
             return super().step(text)

@@ -104,7 +104,7 @@ def test_a_training_script_is_an_environment_though_everything_is_within_main(sc
     assert listed.tools and listed.name == "count_up" and not listed.problem
     service = Service()
     card = service.answer("open", {"source": {"adapter": "trl", "target": listed.target}, "knobs": {}})
-    assert card["parts"]["reward_total"]["weight"] == 0.5 and card["max_turns"] == 3
+    assert card["parts"]["reward_total"]["weight"] == 0.5 and card["max_turns"] == 4
     begun = service.answer("begin", {"split": "train", "index": 0, "count": 2})
     first, second = begun["rollouts"]
     assert "Start: " in begun["messages"][-1]["content"] and "per_rollout" not in begun
@@ -116,6 +116,18 @@ def test_a_training_script_is_an_environment_though_everything_is_within_main(sc
     assert done[0]["outcome"]["success"]
     assert service.answer("settle", {"rollouts": [second]})[0]["parts"]["reward_total"] == 0.0
     assert not Path(f"{script}.trained").exists()
+
+
+def test_calls_beyond_the_rounds_of_tools_are_not_carried_out(script: Path) -> None:
+    script.write_text(script.read_text().replace("max_tool_calling_iterations=3", "max_tool_calling_iterations=1"))
+    service = Service()
+    source = {"adapter": "trl", "target": json.dumps({"file": str(script), "script": True})}
+    assert service.answer("open", {"source": source, "knobs": {}})["max_turns"] == 2
+    [handle] = service.answer("begin", {"split": "train", "index": 0, "count": 1})["rollouts"]
+    call = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
+    [first], [last] = (service.answer("advance", {"moves": [[handle, call]]}) for _ in range(2))
+    assert not first["done"] and first["messages"][-1]["content"] == "1"
+    assert last["outcome"]["parts"]["reward_total"] == 1.0 and last["outcome"]["turns"] == 2
 
 
 @pytest.mark.parametrize("trainer", ["GRPOTrainer", "RLOOTrainer"])

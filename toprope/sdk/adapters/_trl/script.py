@@ -13,11 +13,12 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from toprope.sdk.adapters._trl.arguments import Parser, ScriptArguments, Settings
 from toprope.sdk.discovery import TRAINING_PACKAGES, script_requirements
 from toprope.sdk.errors import Failure, LoadError
 
@@ -58,24 +59,6 @@ class _Trainer:
         raise _Constructed({**named, "reward_funcs": reward_funcs, "args": args, "train_dataset": train_dataset})
 
 
-class _Settings:
-    """A configuration: keeps what it is given; everything else is None."""
-
-    def __init__(self, *positional: Any, **named: Any) -> None:
-        self.__dict__.update(named)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
-class _ScriptArguments(_Settings):
-    """TRL's arguments of its scripts, with those defaults that are not None."""
-
-    dataset_train_split, dataset_test_split, dataset_streaming = "train", "test", False
-
-
 class _Anything:
     """A class or function that only training uses."""
 
@@ -91,37 +74,12 @@ class _Anything:
         return _Anything()
 
 
-class _Parser:
-    """TRL's parser of arguments: `--name value` sets a field."""
-
-    def __init__(self, kinds: Any = (), *positional: Any, **named: Any) -> None:
-        self._kinds = kinds if isinstance(kinds, list | tuple) else [kinds]
-
-    def parse_args_and_config(self, *positional: Any, **named: Any) -> tuple[Any, ...]:
-        parsed = tuple(kind() if _is_arguments(kind) else _Settings() for kind in self._kinds)
-        words = iter(sys.argv[1:])
-        for word in words:
-            if word.startswith("--"):
-                name, has_value, value = word[2:].partition("=")
-                value = value if has_value else next(words, "")
-                for settings in parsed:
-                    if isinstance(settings, _Settings) or hasattr(settings, name.replace("-", "_")):
-                        setattr(settings, name.replace("-", "_"), value)
-        return parsed
-
-    parse_args_into_dataclasses = parse_args_and_config
-
-
-def _is_arguments(kind: Any) -> bool:
-    return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, _Settings))
-
-
 _REPLACED = {
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), _Trainer),
-    **dict.fromkeys(("GRPOConfig", "RLOOConfig", "ModelConfig"), _Settings),
-    "ScriptArguments": _ScriptArguments,
+    **dict.fromkeys(("GRPOConfig", "RLOOConfig", "ModelConfig"), Settings),
+    "ScriptArguments": ScriptArguments,
     **dict.fromkeys(("get_peft_config", "get_quantization_config", "get_kbit_device_map"), _Anything()),
-    "TrlParser": _Parser,
+    "TrlParser": Parser,
     "RichProgressCallback": _Anything,
 }
 
@@ -204,6 +162,7 @@ def _recorded(module: ModuleType, path: Path, arguments: dict[str, Any]) -> Reco
         )
     turns = getattr(args, "max_tool_calling_iterations", None)
     weights = getattr(args, "reward_weights", None)
+    weights = [weights] if isinstance(weights, int | float | str) else weights
     return Recorded(
         module=module,
         reward_funcs=rewards,
@@ -211,7 +170,7 @@ def _recorded(module: ModuleType, path: Path, arguments: dict[str, Any]) -> Reco
         environment=arguments.get("environment_factory"),
         tools=list(arguments.get("tools") or ()),
         rows=arguments["train_dataset"],
-        max_turns=None if turns is None else int(turns),
+        max_turns=None if turns is None else int(turns) + 1,  # each round of tools comes before an answer
     )
 
 
@@ -228,7 +187,7 @@ def _placeholders(main: ModuleType) -> Iterator[None]:
     for name, value in _REPLACED.items():
         setattr(trl, name, value)
     added[_ASYNC] = _module(_ASYNC)
-    added[_ASYNC].__dict__.update(AsyncGRPOTrainer=_Trainer, AsyncGRPOConfig=_Settings)
+    added[_ASYNC].__dict__.update(AsyncGRPOTrainer=_Trainer, AsyncGRPOConfig=Settings)
     sys.modules.update({**added, "__main__": main})
     try:
         yield

@@ -1,0 +1,157 @@
+"""The command line of a training script, as TRL's parser reads it into the script's dataclasses.
+
+The configurations of TRL are placeholders, whose fields are not known here: they take each name that no dataclass of
+the script has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+__all__ = ["Parser", "ScriptArguments", "Settings"]
+
+_NAME = re.compile(r"--?[A-Za-z]")
+_TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
+
+
+class Settings:
+    """A configuration: keeps what it is given; everything else is None."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        self.__dict__.update(named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+class ScriptArguments(Settings):
+    """TRL's arguments of its scripts, with those defaults that are not None."""
+
+    dataset_train_split, dataset_test_split, dataset_streaming = "train", "test", False
+
+
+class Parser(argparse.ArgumentParser):
+    """TRL's parser of arguments."""
+
+    def __init__(self, dataclass_types: Any = (), **named: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **named})
+        kinds = dataclass_types if isinstance(dataclass_types, list | tuple) else [dataclass_types]
+        self._kinds = [kind if _is_arguments(kind) else Settings for kind in kinds]
+        for kind in self._kinds:
+            hints = get_type_hints(kind) if is_dataclass(kind) else {}
+            for field in _fields_of(kind):
+                self._add_field(field, hints[field.name])
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the arguments, which argparse would print.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(message)
+
+    def parse_args_and_config(
+        self, args: Sequence[str] | None = None, return_remaining_strings: bool = False, **named: Any
+    ) -> tuple[Any, ...]:
+        """Return an object of each type, and what the script added beside them.
+
+        Raises:
+            ValueError: An argument is unknown or has another type, or a file has the values.
+        """
+        given, rest = self.parse_known_args(args)
+        if any(word.partition("=")[0] == "--config" for word in rest):
+            self.error("the file of --config is not read here: give what it sets as arguments")
+        values, made = vars(given), []
+        for kind in self._kinds:
+            names = [field.name for field in _fields_of(kind) if field.name in values]
+            made.append(kind(**{name: values[name] for name in names}))
+        taking = [settings for settings in made if isinstance(settings, Settings)]
+        for settings in taking:
+            for name, value in self._loose(rest).items():
+                setattr(settings, name, value)
+        known = {field.name for kind in self._kinds for field in _fields_of(kind)}
+        if added := {name: value for name, value in values.items() if name not in known}:
+            made.append(argparse.Namespace(**added))
+        if return_remaining_strings:
+            return (*made, [] if taking else rest)
+        if rest and not taking:
+            self.error(f"the script has no arguments {' '.join(rest)}")
+        return tuple(made)
+
+    parse_args_into_dataclasses = parse_args_and_config
+
+    def _add_field(self, field: Field[Any], hint: Any) -> None:
+        spelt = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
+        options = _options(hint)
+        has_none = field.default is MISSING and field.default_factory is MISSING
+        # The dataclass itself has the defaults; a flag that it requires is false.
+        default = False if has_none and hint is bool else argparse.SUPPRESS
+        self.add_argument(*spelt, dest=field.name, default=default, **options)
+        if field.default is True and "const" in options:
+            spelt = dict.fromkeys((f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"))
+            self.add_argument(*spelt, dest=field.name, action="store_false", default=argparse.SUPPRESS)
+
+    def _loose(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return arguments by name whose types are not known; one without a value is true."""
+        given: dict[str, list[Any]] = {}
+        values: list[Any] | None = None
+        for word in words:
+            if _NAME.match(word):
+                name, has_value, value = word.lstrip("-").partition("=")
+                values = given[name.replace("-", "_")] = [_plain(value)] if has_value else []
+            elif values is None:
+                self.error(f"no name stands before {word}")
+            else:
+                values.append(_plain(word))
+        return {name: found if len(found) > 1 else found[0] if found else True for name, found in given.items()}
+
+
+def _is_arguments(kind: Any) -> bool:
+    return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, Settings))
+
+
+def _fields_of(kind: Any) -> list[Field[Any]]:
+    return [field for field in fields(kind) if field.init] if is_dataclass(kind) else []
+
+
+def _options(hint: Any) -> dict[str, Any]:
+    """Return the options of argparse for a type, which are those of transformers' HfArgumentParser."""
+    inner = [kind for kind in get_args(hint) if kind is not NoneType]
+    if get_origin(hint) in (Union, UnionType):
+        return _options(inner[0]) if len(inner) == 1 else {}
+    if hint is list or get_origin(hint) is list:
+        return {**(_options(inner[0]) if inner else {}), "nargs": "+"}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        inner = [member.value for member in hint]
+    if inner and (get_origin(hint) is Literal or isinstance(hint, type)):
+        by_text = {str(value): value for value in inner}
+        return {"type": lambda word: by_text.get(word, word), "choices": inner}
+    if hint is bool:
+        return {"type": _truth, "nargs": "?", "const": True}
+    return {"type": hint if hint in (int, float) else str}
+
+
+def _truth(word: str) -> bool:
+    if word.lower() not in (*_TRUE, *_FALSE):
+        raise argparse.ArgumentTypeError(f"true or false is expected, not {word}")
+    return word.lower() in _TRUE
+
+
+def _plain(word: str) -> Any:
+    """Return the number or the truth that a word says, or else the word."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    return word
