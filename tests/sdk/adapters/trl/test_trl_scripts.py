@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import sys
 import textwrap
 from pathlib import Path
 
@@ -85,6 +86,36 @@ SPLIT = """
         }
         rows = rows[given.dataset_train_split] if not given.dataset_streaming else None
         GRPOTrainer(model="m", reward_funcs=lambda completions, **row: [1.0], args=training, train_dataset=rows)
+"""
+MODULES = """
+    import importlib.util
+    from dataclasses import dataclass
+
+    import trl.trainer.grpo_config
+    from trl.scripts.utils import ScriptArguments, TrlParser
+    from trl.trainer import GRPOConfig, grpo_trainer
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    assert importlib.util.find_spec("vllm") and importlib.util.find_spec("peft")
+    assert grpo_trainer.GRPOTrainer is GRPOTrainer and trl.trainer.grpo_config.GRPOConfig is GRPOConfig
+
+    @dataclass
+    class Config(GRPOConfig):
+        extra: int = 3
+
+        def __post_init__(self):
+            super().__post_init__()
+
+    class Other(GRPOConfig):
+        def __init__(self, rate):
+            super().__init__(learning_rate=rate)
+
+    given, training = TrlParser((ScriptArguments, Config)).parse_args_and_config()
+    assert training.extra == 4 and training.dataset_name == "x" and Other(rate=1e-6).learning_rate == 1e-6
+    training = Config(extra=5, reward_weights=[0.5])
+    assert training.extra == 5 and training.output_dir is None
+    rows = [{"prompt": "a"}]
+    GRPOTrainer(model="m", reward_funcs=lambda completions, **row: [1.0], args=training, train_dataset=rows)
 """
 OWN_REWARD = (
     "def think_format_reward(completions, **kwargs): return [float('<think>' in c[0]['content']) for c in completions]"
@@ -205,6 +236,19 @@ def test_arguments_of_a_script_have_the_defaults_of_trl(tmp_path: Path) -> None:
         service.answer("open", {"source": source, "knobs": {"arguments": arguments}})
         [task] = service.answer("tasks", {"split": "train", "start": 0, "count": 1})["tasks"]
         assert said in task["messages"][-1]["content"]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_submodules_of_trl_have_placeholders_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    script = tmp_path / "modules.py"
+    script.write_text(textwrap.dedent(MODULES))
+    target = json.dumps({"file": str(script), "script": True, "arguments": ["--extra", "4", "--dataset_name", "x"]})
+    known = [name for name in sys.modules if name.partition(".")[0] == "trl"]
+    for name in [] if installed else ["trl", *known]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert trl.make(target).parts["<lambda>"].weight == 0.5
 
 
 def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, script: Path) -> None:

@@ -20,11 +20,24 @@ _NAME = re.compile(r"--?[A-Za-z]")
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
-class Settings:
+class _Taking(type):
+    """Makes objects that keep what their class has no field for, as a dataclass derived from `Settings` does."""
+
+    def __call__(cls, *positional: Any, **named: Any) -> Any:
+        known = {field.name for field in _fields_of(cls)} if is_dataclass(cls) else set(named)
+        made = super().__call__(*positional, **{name: value for name, value in named.items() if name in known})
+        made.__dict__.update({name: value for name, value in named.items() if name not in known})
+        return made
+
+
+class Settings(metaclass=_Taking):
     """A configuration: keeps what it is given; everything else is None."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         self.__dict__.update(named)
+
+    def __post_init__(self) -> None:
+        """Do nothing, where TRL checks values."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,12 @@ TRAINERS = ("GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
 OWN_SAMPLING = "rollout_worker"
 """Argument of a trainer whose rollouts are sampled by an agent program with TRL's own server."""
 _ASYNC = "trl.experimental.async_grpo"
+_PLACES = ("trl", "trl.trainer", "trl.scripts", "trl.scripts.utils")
+"""Modules of TRL with names that scripts import and that are replaced."""
+_TRAINING_MODULES = tuple(
+    f"trl.trainer.{name}" for name in ("grpo_trainer", "grpo_config", "rloo_trainer", "rloo_config", "model_config")
+)
+"""Modules of TRL that are placeholders as a whole: they import PyTorch and Transformers."""
 _FINISHED = "The script ended without constructing a trainer"
 
 
@@ -178,14 +185,17 @@ def _recorded(module: ModuleType, path: Path, arguments: dict[str, Any]) -> Reco
 def _placeholders(main: ModuleType) -> Iterator[None]:
     """Put placeholders in place of what only training needs, and `main` in place of this program."""
     kept_modules, argv, path = dict(sys.modules), sys.argv, sys.path
-    added = {name: _module(name) for name in TRAINING_PACKAGES}
-    try:
-        trl = importlib.import_module("trl")
-    except ImportError:
-        trl = added["trl"] = _module("trl")
-    before = {name: trl.__dict__[name] for name in _REPLACED if name in trl.__dict__}
-    for name, value in _REPLACED.items():
-        setattr(trl, name, value)
+    added = {name: _module(name) for name in (*TRAINING_PACKAGES, *_TRAINING_MODULES)}
+    places = [added[name] for name in _TRAINING_MODULES]
+    for name in _PLACES:
+        try:
+            place = importlib.import_module(name)
+        except ImportError:
+            place = added[name] = _module(name)
+        places.append(place)
+    before = [(place, {name: place.__dict__[name] for name in _REPLACED if name in place.__dict__}) for place in places]
+    for place in places:
+        place.__dict__.update(_REPLACED)
     added[_ASYNC] = _module(_ASYNC)
     added[_ASYNC].__dict__.update(AsyncGRPOTrainer=_Trainer, AsyncGRPOConfig=Settings)
     sys.modules.update({**added, "__main__": main})
@@ -198,21 +208,21 @@ def _placeholders(main: ModuleType) -> Iterator[None]:
                 sys.modules[name] = kept_modules[name]
             else:
                 sys.modules.pop(name, None)
-        for name in _REPLACED:
-            if name in before:
-                setattr(trl, name, before[name])
-            else:
-                delattr(trl, name)
+        for place, values in before:
+            for name in _REPLACED:
+                del place.__dict__[name]
+            place.__dict__.update(values)
 
 
 def _module(name: str) -> ModuleType:
-    """A module in which every public name is a placeholder; it has no submodules."""
+    """A module in which every public name is a placeholder; its submodules are those that are placeholders too."""
 
     def attribute(attribute_name: str) -> Any:
         if attribute_name.startswith("__"):
             raise AttributeError(attribute_name)
-        return _Anything
+        return sys.modules.get(f"{name}.{attribute_name}") or _Anything
 
     module = ModuleType(name)
-    module.__dict__.update(__getattr__=attribute, __path__=[])
+    spec = ModuleSpec(name, None, is_package=True)  # without one, a search for the package fails
+    module.__dict__.update(__getattr__=attribute, __path__=[], __spec__=spec)
     return module
