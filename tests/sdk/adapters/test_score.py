@@ -24,6 +24,9 @@ GRADE = """
     async def slowly(prompt, completion, **columns):
         return len(completion) / 10 + (columns["level"] if completion == "level" else 0)
 
+    def named(prompt, answer, **columns):
+        return answer == "x" and columns == {"level": 1}
+
     def asks(prompt, completion, missing):
         return 1.0
 
@@ -51,6 +54,10 @@ def test_score_function_with_rows_is_an_environment(tmp_path: Path) -> None:
     assert (right.reward, right.success) == (1.0, True)
     assert outcome(tmp_path, "3").reward == 0.0
     assert score.make(json.dumps({"file": str(tmp_path / "grade.py")})).__doc__ == "Sums, graded."
+
+
+def test_column_named_as_the_completion_s_parameter_is_left_out(tmp_path: Path) -> None:
+    assert outcome(tmp_path, "x", function="named").reward == 1.0
 
 
 def test_score_outside_range_is_refused_or_clipped(tmp_path: Path) -> None:

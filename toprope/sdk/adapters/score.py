@@ -70,7 +70,7 @@ class Score(Environment):
         self._prompt = str(target.get("prompt") or "prompt")
         self._reference = str(target.get("reference") or "")
         self.guessed_reference = not self._reference
-        self._must, self._may, self._all = _parameters(self._function, name)
+        self._must, self._may, self._all, self._taken = _parameters(self._function, name)
         self._loop = BackgroundLoop()
 
     def tasks(self) -> Iterator[Task]:
@@ -86,7 +86,7 @@ class Score(Environment):
     def score(self) -> dict[str, float]:
         row = self.task.data["row"]
         accepted = row if self._all else {name: row[name] for name in self._may if name in row}
-        columns = {name: value for name, value in accepted.items() if name not in ("prompt", "completion")}
+        columns = {name: value for name, value in accepted.items() if name not in self._taken}
         for name in self._must:
             if name not in row and name != "reference":
                 raise EnvironmentMistake(
@@ -130,12 +130,14 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     ]
 
 
-def _parameters(function: Any, name: str) -> tuple[list[str], list[str], bool]:
-    """Return required and optional parameters besides prompt and completion, and True if it takes any column."""
+def _parameters(function: Any, name: str) -> tuple[list[str], list[str], bool, set[str]]:
+    """Return required and optional parameters besides prompt and completion, True if it takes any column, and the
+    names that are no columns."""
+    taken = {"prompt", "completion"}
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return [], [], False
+        return [], [], False, taken
     plain = [
         parameter
         for parameter in parameters
@@ -149,4 +151,5 @@ def _parameters(function: Any, name: str) -> tuple[list[str], list[str], bool]:
         must,
         [parameter.name for parameter in more if parameter.name not in must],
         any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
+        taken | {parameter.name for parameter in plain[:2]},
     )
