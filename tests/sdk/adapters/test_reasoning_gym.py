@@ -6,14 +6,16 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import toprope
-from toprope.sdk.adapters.reasoning_gym import Listing
+from toprope.sdk.adapters.reasoning_gym import Listing, make
 from toprope.sdk.errors import WorkerError
+from toprope.sdk.rollouts import configure
 from toprope.sdk.worker.client import WorkerClient
 
 SOME = ["spell_backward", "chain_sum", "boxnet", "prime_factorization", "game_of_life_halting", "word_sorting", "acre",
@@ -119,6 +121,37 @@ def test_scoring_knob_changes_reward_but_not_success() -> None:
                 assert close["parts"] == {"exact": 0.0, "partial": pytest.approx(0.6)}
 
     asyncio.run(body())
+
+
+def test_thoughts_are_no_part_of_the_answer() -> None:
+    async def body() -> None:
+        async with await WorkerClient.start() as link:
+            said = ["{}", "<think>\nLast letter first.\n</think>\n\n{}", "Last letter first.</think>{}"]
+            for outcome in await outcomes(link, "spell_backward", said):
+                assert outcome["reward"] == 1.0 and outcome["success"]
+
+    asyncio.run(body())
+
+
+def test_a_member_of_a_mixture_that_ends_does_not_end_the_others() -> None:
+    class Mixed:
+        ends = 9999
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> dict[str, str]:
+            if index >= 2 and index % 3 or index > self.ends:
+                raise IndexError(index)
+            return {"question": f"{index}?", "answer": str(index)}
+
+    mixture = configure(make("composite"))
+    mixture._dataset = Mixed()  # type: ignore[attr-defined]
+    assert [task.reference for task in islice(mixture.tasks(), 5)] == ["0", "1", "3", "6", "9"]
+    Mixed.ends = 4
+    assert [task.reference for task in mixture.tasks()] == ["0", "1", "3"]
+    alone = configure(make("list_functions"))
+    assert len(list(islice(alone.tasks(), 600))) == 600, "its size of 500 is no knob"
 
 
 def test_knobs_have_package_comments_and_limits() -> None:

@@ -22,7 +22,7 @@ from toprope.sdk.adapters._reasoning_gym import composite
 from toprope.sdk.adapters._reasoning_gym.entries import SEED, EntryEnvironment, parts_of
 from toprope.sdk.adapters._reasoning_gym.levels import levels_of
 from toprope.sdk.adapters._reasoning_gym.loading import PACKAGE, folder_of, task_classes, task_names
-from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, settings_of
+from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, settings_of, size_of
 from toprope.sdk.authoring.environment import Environment
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.discovery import assignments, first_line, literal, parse
@@ -43,7 +43,7 @@ class ReasoningGym(EntryEnvironment):
         self.parts = parts_of("partial")
         self._levels = levels_of(name, config)
         self.Knobs = settings_of(config, self._levels)
-        self._dataset_type, self._config_type = dataset, config
+        self._dataset_type, self._config_type, self._size = dataset, config, size_of(name)
 
     def setup(self) -> None:
         values = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
@@ -51,7 +51,7 @@ class ReasoningGym(EntryEnvironment):
         if self._levels is not None:
             values = self._levels.values(values.pop(difficulty_of(self._config_type)), values)
         try:
-            config = self._config_type(**values, seed=SEED)
+            config = self._config_type(**values, **self._size, seed=SEED)
             if hasattr(config, "validate"):
                 config.validate()
             self._dataset = self._dataset_type(config)

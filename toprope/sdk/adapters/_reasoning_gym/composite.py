@@ -17,7 +17,7 @@ from typing import Any
 from toprope.sdk.adapters._reasoning_gym.entries import SEED, EntryEnvironment, parts_of, scoring
 from toprope.sdk.adapters._reasoning_gym.levels import levels_of
 from toprope.sdk.adapters._reasoning_gym.loading import task_classes, task_names
-from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, settings_of
+from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, settings_of, size_of
 from toprope.sdk.adapters._shared.user_files import parsed
 from toprope.sdk.authoring.environment import is_finite
 from toprope.sdk.authoring.knobs import knob, make_knobs, nearest
@@ -35,6 +35,7 @@ class Composite(EntryEnvironment):
     """A mixture of tasks of reasoning-gym, by weight."""
 
     tags = (COMPOSITE, "mixture")
+    _most_gaps = 10_000
 
     def __init__(self, target: Mapping[str, Any]) -> None:
         self.name = str(target.get("name") or f"reasoning_gym/{COMPOSITE}")
@@ -89,7 +90,7 @@ class Composite(EntryEnvironment):
         if levels is not None:
             difficulty = values.pop(difficulty_of(config))
             values = levels.values(difficulty or min(self.knobs.difficulty, levels.count), values)
-        return str(name), float(weight), values
+        return str(name), float(weight), values | size_of(str(name))
 
 
 def make(target: str) -> Composite:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from toprope.sdk.authoring.environment import Environment, Part, Task
 from toprope.sdk.authoring.knobs import knob
+from toprope.sdk.tooled import split_thoughts
 
 __all__ = ["SEED", "EntryEnvironment", "parts_of", "scoring"]
 
@@ -21,19 +22,26 @@ class EntryEnvironment(Environment):
 
     packages = ("reasoning-gym",)
     _dataset: Any = None
+    _most_gaps = 0
+    """Most numbers in a row without an entry, before the end; a member of a mixture may end before others."""
 
     def tasks(self) -> Iterator[Task]:
+        gaps = 0
         for index in itertools.count():
             try:
                 entry = self._dataset[index]
-            except IndexError:
+            except IndexError:  # some tasks generate a fixed number in advance
                 if index < len(self._dataset):
                     raise
-                return  # some tasks generate a fixed number in advance
+                gaps += 1
+                if gaps > self._most_gaps:
+                    return
+                continue
+            gaps = 0
             yield Task(str(entry["question"]), reference=entry["answer"], data={"entry": entry})
 
     def score(self) -> dict[str, float]:
-        value = float(self._dataset.score_answer(self.answer.strip(), self.task.data["entry"]))
+        value = float(self._dataset.score_answer(split_thoughts(self.answer)[1].strip(), self.task.data["entry"]))
         return {"exact": float(value >= 1.0), "partial": min(max(value, 0.0), 1.0)}
 
     def success(self, parts: dict[str, float], reward: float) -> bool:

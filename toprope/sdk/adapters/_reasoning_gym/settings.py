@@ -12,7 +12,7 @@ from toprope.sdk.adapters._reasoning_gym.entries import scoring
 from toprope.sdk.adapters._reasoning_gym.levels import Levels
 from toprope.sdk.authoring.knobs import default_of, is_required, knob, settable
 
-__all__ = ["COMPOSITE", "KEYS", "difficulty_of", "settings_of"]
+__all__ = ["COMPOSITE", "KEYS", "difficulty_of", "settings_of", "size_of"]
 
 KEYS = ("tasks", "name", "description")
 """Keys of a mixture's target; an owner's YAML file may have them too."""
@@ -20,12 +20,19 @@ COMPOSITE = "composite"
 """Registered in reasoning-gym, but empty without a list of tasks: see `composite`."""
 _HIDDEN = ("seed", "size", "data_file")
 """Fields that are not settings of a task; `data_file` names a file to read."""
+_SIZED = ("gsm_symbolic", "list_functions")
+"""Tasks that choose in advance of which kind each of their `size` entries is; the first ones stay the same."""
 _COMMENT = re.compile(r"^\s+(\w+)\s*:[^#]*#\s*(.+?)\s*$", re.MULTILINE)
 
 
 def difficulty_of(config: type) -> str:
     """Return the name of the curriculum knob: `difficulty`, or `level` if the task has a field `difficulty`."""
     return "level" if any(field.name == "difficulty" for field in dataclasses.fields(config)) else "difficulty"
+
+
+def size_of(name: str) -> dict[str, int]:
+    """Return the field `size` of the configuration of a task whose entries end there."""
+    return {"size": 100_000} if name in _SIZED else {}
 
 
 def settings_of(config: type, levels: Levels | None) -> type:
