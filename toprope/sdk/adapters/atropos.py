@@ -6,6 +6,9 @@ the reward. The alternative is the environment's own `serve` command against the
 docs/trajectory-api.md.
 
 Atropos hands out items in sequence without random access, so the first `items` of them are the tasks.
+
+A rollout has one reward. Of an environment that returns a group of scores for each step, the last one counts, and the
+log says so.
 """
 
 from __future__ import annotations
@@ -80,6 +83,7 @@ class Atropos(OwnLoop):
         self._default_config, self._fields, self.Knobs = _knobs(cls)
         self._loop = BackgroundLoop()  # its objects are bound to one loop
         self._env: Any = None
+        self._has_told = False
 
     def setup(self) -> None:
         knobs = self.knobs
@@ -199,6 +203,13 @@ class Atropos(OwnLoop):
             scored = await score(scored) if score is not None else scored
         if isinstance(scored, list):
             groups = [entry for entry in scored if entry is not None]
+            if len(groups) > 1 and not self._has_told:
+                self._has_told = True
+                print(
+                    f"{self.name} returns {len(groups)} groups of scores for an item, as for the steps of a game. The "
+                    "last one is the reward; the others are left out.",
+                    file=sys.stderr,
+                )
             scored = groups[-1] if groups else None
         scored = scored or group.scores
         if scored is not None and not (isinstance(scored, Mapping) and {"tokens", "scores"} <= scored.keys()):

@@ -60,6 +60,20 @@ class Collects:
         return scored
 
 
+class Managed:
+    """Asks a server for conversations as completions, by the template of the environment's tokenizer."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+
+    def _convert_messages_to_prompt(self, messages: list[dict[str, str]], tools: Any = None) -> str:
+        return "".join(f"[{message['role']}]{message['content']}" for message in messages) + str(tools or "")
+
+    async def chat_completion(self, messages: list[dict[str, str]], tools: Any = None) -> Any:
+        prompt = self._convert_messages_to_prompt(messages, tools=tools)
+        return await self.server._tokens_and_logprobs_completion_wrapper(prompt=prompt, input_ids=[*map(ord, prompt)])
+
+
 @pytest.fixture
 def collects(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., OwnLoop]:
     """A function that makes the environment of a `Collects` with these members."""
@@ -68,6 +82,7 @@ def collects(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> 
     stand_in("openai")
     stand_in("atroposlib.envs.base", APIServerConfig=Thing, BaseEnv=Collects)
     stand_in("atroposlib.envs.server_handling.server_baseline", APIServer=server)
+    stand_in("atroposlib.envs.server_handling.managed_server", ManagedServer=type("ManagedServer", (Managed,), {}))
 
     def make(knobs: dict[str, Any] | None = None, **members: Any) -> OwnLoop:
         environment = configure(atropos.Atropos(type("Copies", (Collects,), members), "copies.py"), knobs=knobs or {})

@@ -195,17 +195,71 @@ def test_requests_continue_the_conversation_that_they_begin_with() -> None:
     assert group.whose([f"{start}:3 next:1", f"{start}:", f"{start}:2 next:3"]) == [0, 2, 1]
 
 
+class Letters:
+    """A tokenizer of letters."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, ids))
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [*map(ord, text)]}
+
+
+def test_conversations_of_a_managed_server_are_asked_for_by_the_policy_s_own_template(
+    collects: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def create(**given: Any) -> Any:
+        asked.append(given)
+        kind = {"message": Thing(content="4.")} if "messages" in given else {"text": "4."}
+        return Thing(choices=[Thing(**kind, token_ids=[900], token_logprobs=[-0.5], finish_reason="stop")])
+
+    collects()
+    collects()  # the class of the managed server is the same
+    api = Thing(create=create)
+    client = Thing(completions=api, chat=Thing(completions=api))
+    monkeypatch.setattr(sys.modules["openai"], "AsyncOpenAI", lambda **_: client, raising=False)
+    managed = sys.modules["atroposlib.envs.server_handling.managed_server"].ManagedServer
+    server = server_class(Letters)(Thing())
+    group = Group([Session("http://x/v1", "k", "m")])
+    said = [{"role": "user", "content": "2+2"}]
+
+    async def ask(messages: list[dict[str, str]], **more: Any) -> Any:
+        GROUP.set(group)
+        return await managed(server).chat_completion(messages, **more)
+
+    found = asyncio.run(ask(said))
+    assert found == ([*map(ord, "[user]2+2")], [[*map(ord, "4.")]], [[0.0, 0.0]], ["stop"]), "its own tokens"
+    answered = [*said, {"role": "assistant", "content": "4."}]
+    assert group.rollouts[0].messages == answered
+    asyncio.run(ask([*answered, {"role": "user", "content": "Sure?"}]))
+    asyncio.run(ask(said, tools=["look"]))
+    asyncio.run(ask(answered))
+    assert [len(given.get("messages", ())) for given in asked] == [1, 3, 0, 0]
+    assert [given.get("prompt") for given in asked[2:]] == ["[user]2+2['look']", "[user]2+2[assistant]4."]
+    assert not any("prompt" in given for given in asked[:2])
+
+
+def test_only_the_last_of_several_groups_counts_and_the_log_says_so(
+    collects: Callable[..., OwnLoop], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def by_step(self: Any, item: Any) -> Any:
+        found, _ = await Collects.collect_trajectories(self, item)
+        return [{**found, "scores": [9.0, 9.0]}, None, found], []
+
+    environment = collects(scores=[0.5, -1.0], collect_trajectories=by_step)
+    [task] = environment.tasks()
+    for _ in range(2):
+        found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
+        assert [one.parts["score"] for one in found if isinstance(one, Played)] == [-1.0, -0.25, 0.5]
+    assert capsys.readouterr().err.count("returns 2 groups of scores for an item") == 1
+
+
 @pytest.mark.parametrize("vocabulary", ["the environment's", "the policy's"])
 def test_token_ids_pass_between_equal_tokenizers_only(
     collects: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch, vocabulary: str
 ) -> None:
-    class Letters:
-        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-            return "".join(map(chr, ids))
-
-        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-            return {"input_ids": [*map(ord, text)]}
-
     asked: list[dict[str, Any]] = []
     sampled = [*map(ord, "4.")] if vocabulary == "the environment's" else [900]
 

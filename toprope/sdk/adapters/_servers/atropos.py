@@ -8,6 +8,7 @@ shows which rollout it belongs to.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -60,7 +61,7 @@ class _Rollout:
 
     def hear(self, choice: Any, request: Request) -> None:
         """Note an answer to a request."""
-        text = (choice.text if isinstance(request, str) else choice.message.content) or ""
+        text = _said_in(choice)
         earlier = self.messages if isinstance(request, str) and self.said and self.continued_by(request) else []
         added = request
         if earlier and isinstance(request, str):
@@ -189,6 +190,35 @@ _PRESENT: ContextVar[_Rollout | None] = ContextVar("present", default=None)
 """The rollout of the present `collect_trajectory`; Atropos runs each call as a task of its own."""
 
 
+_RENDERED: ContextVar[tuple[str, list[dict[str, Any]]] | None] = ContextVar("rendered", default=None)
+"""The newest prompt that a `ManagedServer` made in the present asyncio task, and its messages."""
+
+
+def note_conversations(managed: Any) -> None:
+    """Have a class of `ManagedServer` note the messages of which it makes a prompt by the environment's chat template.
+
+    The policy is asked with the messages, because it has a template of its own.
+    """
+    convert = managed._convert_messages_to_prompt
+    if hasattr(convert, "__wrapped__"):
+        return
+
+    @functools.wraps(convert)
+    def noting(self: Any, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Any:
+        prompt = convert(self, messages, tools)
+        # Tools, and an answer to continue, are in the prompt alone.
+        is_plain = not tools and bool(messages) and messages[-1].get("role") != "assistant"
+        _RENDERED.set((prompt, [*map(dict, messages)]) if is_plain else None)
+        return prompt
+
+    managed._convert_messages_to_prompt = noting
+
+
+def _said_in(choice: Any) -> str:
+    message = getattr(choice, "message", None)
+    return (choice.text if message is None else message.content) or ""
+
+
 def _content(message: Mapping[str, Any]) -> str:
     return str(message.get("content") or "")
 
@@ -245,7 +275,10 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
     """
     import httpx
     import openai
+    from atroposlib.envs.server_handling.managed_server import ManagedServer
     from atroposlib.envs.server_handling.server_baseline import APIServer
+
+    note_conversations(ManagedServer)
 
     class PolicyServer(APIServer):  # type: ignore[misc]
         """Requests one answer at a time with the key of its rollout."""
@@ -263,11 +296,7 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
             self.server_healthy = True
 
         async def _chat_completion_wrapper(self, **options: Any) -> Any:
-            messages = options["messages"]
-            answers = await self._ask_policy(options, messages, lambda client: client.chat.completions.create)
-            for rollout, answer in answers:
-                rollout.hear(answer.choices[0], messages)
-            return _joined([answer for _, answer in answers])
+            return _joined([answer for _, answer in await self._answered(options)])
 
         async def _completion_wrapper(self, **options: Any) -> Any:
             answers = await self._completed(options)
@@ -278,10 +307,22 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
             ids = options.pop("input_ids", None)
             options["prompt"] = self._text(options["prompt"] if options.get("prompt") is not None else ids)
             options["extra_body"] = {**(options.get("extra_body") or {}), "return_token_ids": True}
-            choices = [answer.choices[0] for _, answer in await self._completed(options)]
+            if (rendered := _RENDERED.get()) is not None and rendered[0] == options["prompt"]:
+                asked = {name: value for name, value in options.items() if name != "prompt"}
+                answers = await self._answered({**asked, "messages": rendered[1]})
+            else:
+                answers = await self._completed(options)
+            choices = [answer.choices[0] for _, answer in answers]
             tokens, values = zip(*map(self._ids_and_logprobs, choices), strict=True)
             prompt = self._encoded(options["prompt"]) if ids is None else list(ids)
             return prompt, list(tokens), list(values), [choice.finish_reason for choice in choices]
+
+        async def _answered(self, options: dict[str, Any]) -> list[tuple[_Rollout, Any]]:
+            messages = options["messages"]
+            answers = await self._ask_policy(options, messages, lambda client: client.chat.completions.create)
+            for rollout, answer in answers:
+                rollout.hear(answer.choices[0], messages)
+            return answers
 
         async def _completed(self, options: dict[str, Any]) -> list[tuple[_Rollout, Any]]:
             options["prompt"] = before = self._text(options["prompt"])
@@ -295,10 +336,14 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
 
             These are 0 if the policy's ids are other ones.
             """
-            ids, values = getattr(choice, "token_ids", None), getattr(choice, "token_logprobs", None)
-            if ids and values and tokenizer().decode(ids, skip_special_tokens=True) == choice.text:
+            ids, values, text = (
+                getattr(choice, "token_ids", None),
+                getattr(choice, "token_logprobs", None),
+                _said_in(choice),
+            )
+            if ids and values and tokenizer().decode(ids, skip_special_tokens=True) == text:
                 return list(ids), list(values)
-            ids = self._encoded(choice.text)
+            ids = self._encoded(text)
             return ids, [0.0] * len(ids)
 
         def _text(self, prompt: Any) -> str:
