@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable
@@ -46,3 +47,14 @@ def test_exit_of_program_is_error_of_its_work_alone(timeout_s: float | None) -> 
         assert outcome(lambda: loop.run(stays(), timeout_s)) == "here"
     error, said = outcome(lambda: loop.run_all([leaves(), stays()]))
     assert isinstance(error, EnvironmentMistake) and said == "here"
+
+
+def test_exit_in_a_task_of_the_work_leaves_the_loop_running() -> None:
+    async def starts_task() -> str:
+        task = asyncio.create_task(leaves())
+        await asyncio.wait([task])
+        return f"{task.exception()}"
+
+    loop = BackgroundLoop()
+    assert outcome(lambda: loop.run(starts_task())) == "3"
+    assert outcome(lambda: loop.run(stays())) == "here"

@@ -7,6 +7,7 @@ every call would break the second call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
@@ -14,13 +15,23 @@ from typing import TypeVar
 
 from toprope.sdk.errors import EnvironmentMistake
 
-__all__ = ["BackgroundLoop", "without_exit"]
+__all__ = ["BackgroundLoop", "keep_running", "without_exit"]
 
 _T = TypeVar("_T")
 
 
+def keep_running(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop in this thread until it is closed.
+
+    asyncio lets an exit that a task raises end `run_forever` too, although the task holds it for those that wait.
+    """
+    while not loop.is_closed():
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+
+
 async def without_exit(work: Awaitable[_T]) -> _T:
-    """Await a user's work; an exit of the program would end the loop, and nobody would hear of it.
+    """Await a user's work; an exit of the program becomes an error, which ends no thread that waits for it.
 
     Raises:
         EnvironmentMistake: It raised SystemExit.
@@ -67,5 +78,6 @@ class BackgroundLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True, name="background-loop").start()
+                thread = threading.Thread(target=keep_running, args=(self._loop,), daemon=True, name="background-loop")
+                thread.start()
             return self._loop

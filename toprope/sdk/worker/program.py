@@ -141,6 +141,7 @@ def _write(descriptor: int, answer: bytes) -> None:
 def _serve(requests: queue.SimpleQueue[bytes | None], answers: int) -> None:
     import asyncio
 
+    from toprope.sdk.authoring.event_loop import keep_running
     from toprope.sdk.errors import Failure, InvalidRequest, note_unreachable_hosts
     from toprope.sdk.worker.service import Service, kind_of
 
@@ -166,7 +167,7 @@ def _serve(requests: queue.SimpleQueue[bytes | None], answers: int) -> None:
     def loop() -> asyncio.AbstractEventLoop:
         if not loops:
             loops.append(asyncio.new_event_loop())
-            threading.Thread(target=loops[0].run_forever, daemon=True, name="concurrent").start()
+            threading.Thread(target=keep_running, args=(loops[0],), daemon=True, name="concurrent").start()
         return loops[0]
 
     while (line := requests.get()) is not None:
