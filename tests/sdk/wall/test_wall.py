@@ -190,11 +190,22 @@ def test_attributes_stay_where_mounts_cannot_be_closed(tmp_path: Path, monkeypat
     outside.write_text("")
     outside.chmod(0o600)
     file.write_text(
-        "import os\ndef work():\n"
-        f"    os.chmod({str(outside)!r}, 0o666); os.utime({str(outside)!r}, (1, 1))\n"
-        f"    try: os.setxattr({str(outside)!r}, 'user.x', b'1')\n    except OSError as error: return error.errno\n"
+        "import fcntl, os\ndef work(): return list(tried())\ndef tried():\n"
+        f"    for place in ({str(outside)!r}, os.open(__file__, os.O_RDONLY)):\n"
+        "        os.chmod(place, 0o666); os.utime(place, (1, 1)); os.chown(place, -1, 1)\n"
+        "        for call in (lambda: os.setxattr(place, 'user.x', b'1'), lambda: os.removexattr(place, 'user.x')):\n"
+        "            try: call()\n            except OSError as error: yield error.errno\n"
+        "    try: fcntl.ioctl(place, 0x40086602, bytes(8))\n    except OSError as error: yield error.errno\n"
     )
-    assert asked(Wall(reads=(str(file.parent),)), file)[0] == errno.EOPNOTSUPP
+    file.chmod(0o600)
+    before = file.stat()
+    answers = asked(Wall(reads=(str(file.parent),)), file)[0]
+    assert answers == [*[errno.EOPNOTSUPP] * 4, errno.EPERM]
+    assert (file.stat().st_mode, file.stat().st_mtime, file.stat().st_gid) == (
+        before.st_mode,
+        before.st_mtime,
+        before.st_gid,
+    )
     assert outside.stat().st_mode & 0o777 == 0o600 and outside.stat().st_mtime > 1
 
 

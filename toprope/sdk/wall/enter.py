@@ -62,12 +62,16 @@ _OF_OTHERS = (
 _OF_USER = {"setpriority": 2, "ioprio_set": 3}
 """Calls by which 0 may also be the caller's user, with the first argument that says so."""
 _ATTRIBUTES = (
-    *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat"),
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     *("utime", "utimes", "futimesat", "utimensat"),
 )
-"""Changes of attributes by path, which Landlock does not govern. Where mounts cannot be made read-only, they are
-answered as done and change nothing: libraries that copy or unpack files go on."""
-_EXTENDED = ("setxattr", "lsetxattr", "setxattrat", "removexattr", "lremovexattr", "removexattrat")
+"""Changes of attributes, by path or by a descriptor that only reads: Landlock governs neither. Where mounts cannot be
+made read-only, they are answered as done and change nothing: libraries that copy or unpack files go on."""
+_EXTENDED = (
+    *("setxattr", "fsetxattr", "lsetxattr", "setxattrat", "file_setattr"),
+    *("removexattr", "fremovexattr", "lremovexattr", "removexattrat"),
+)
+_SET_FLAGS_OF_FILE = (0x40086602, 0x401C5820)  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR: as file_setattr
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 
 
@@ -79,7 +83,7 @@ def filter_lines(
     Args:
         network: `allow`, `own` or `deny`.
         spared: Processes that must get no signal, on kernels whose Landlock does not keep signals in.
-        attributes: True if attributes of files may be changed by path.
+        attributes: True if attributes of files may be changed.
         emptying: True if the kernel governs which files may be emptied.
     """
     refuse, absent = kernel.give(kernel.ERRNO | errno.EPERM), kernel.give(kernel.ERRNO | errno.ENOSYS)
@@ -108,6 +112,7 @@ def filter_lines(
     of_itself = [kernel.argument(0), *_one_of((0, os.getpid()), allow)]
     lines += kernel.when("sched_setaffinity", [*of_itself, kernel.give(kernel.ERRNO)])
     refused = (_PUSH_INPUT, _CONSOLE, *(_SET_OWNER_BY_IOCTL if spared else ()))
+    refused += () if attributes else _SET_FLAGS_OF_FILE
     lines += kernel.when("ioctl", [kernel.argument(1), *_one_of(refused, refuse), allow])
     for name in () if attributes else _ATTRIBUTES:
         lines += kernel.when(name, [kernel.give(kernel.ERRNO)])
