@@ -214,8 +214,17 @@ def test_an_answer_cannot_leave_its_marks() -> None:
 
 def test_the_last_verdict_counts_and_must_be_in_bounds() -> None:
     assert read_score("Score: 3? No.\n**Score:** 7.5/10") == 0.75
+    for text in (
+        "Score (0-10): 8",
+        "**Score** [0\u201310] = **8**",
+        '{"score": 8}',
+        "Score: .8e1.",
+        "SCORE\uff1a8 / 10",
+    ):
+        assert read_score(text) == 0.8, text
     assert read_ranking("Ranking: 1, 2, 3\nRanking: 3 > 1 > 2", 3) == [0.5, 0.0, 1.0]
-    for text in ("Score: 11", "ten", ""):
+    badly_written = ("-5", "\u22125", "0,5", "4/5", "1e9", "-0.5e1")
+    for text in ("Score: 11", "ten", "", "Score 0-10: high", *(f"Score: 3\nScore: {wrong}" for wrong in badly_written)):
         with pytest.raises(Unreadable):
             read_score(text)
     for text in ("Ranking: 1, 1, 2", "Ranking: 1, 2", "1 2 3"):

@@ -17,7 +17,12 @@ HIGHEST = 10
 """The best score that a judge can give; the worst is 0."""
 _LONGEST = 12_000
 """Characters of a prompt or an answer that a judge sees: the beginning and the end."""
-_SCORE = re.compile(r"score\W{0,12}(\d+(?:\.\d+)?)\s*(?:/\s*10\b)?", re.IGNORECASE)
+_SCORE = re.compile(
+    r"""score["'*_`\s]{0,6}(?:\([^()\n]{0,40}\)|\[[^][\n]{0,40}\])?["'*_`\s]{0,6}[:=\uff1a][^\w.+\-\u2212\u2013]{0,12}"""
+    r"([-+\u2212\u2013]?\d*[.,]?\d+(?:e[-+]?\d+)?)(?:\s*/\s*(\d+))?",
+    re.IGNORECASE,
+)
+"""The number with its sign, so that no part of another number is taken for it, and the highest score that it names."""
 _RANKING = re.compile(r"ranking\W{0,12}(\d+(?:[\s,>]+\d+)*)", re.IGNORECASE)
 
 Messages = Sequence[dict[str, Any]]
@@ -63,10 +68,14 @@ def read_score(text: str) -> float:
     Raises:
         Unreadable: The text has no score, or it is out of bounds.
     """
-    found = _SCORE.findall(text)
-    if not found or not 0 <= float(found[-1]) <= HIGHEST:
+    digits, highest = (_SCORE.findall(text) or [("", "")])[-1]
+    try:
+        score = float(digits)
+    except ValueError:  # also a comma or another minus
+        score = -1.0
+    if not 0 <= score <= HIGHEST or highest not in ("", str(HIGHEST)):
         raise Unreadable(f"no line 'Score: N' with N from 0 to {HIGHEST}")
-    return float(found[-1]) / HIGHEST
+    return score / HIGHEST
 
 
 def read_ranking(text: str, count: int) -> list[float]:
