@@ -107,3 +107,12 @@ def test_discovery_skips_helpers(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     assert [file.name for file in environment_files(tmp_path)] == ["a.py", "b.py"]
     assert environment_files(tmp_path / "nowhere") == []
+
+
+def test_entry_that_cannot_be_looked_at_hides_no_other(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "mine.py").write_text("")
+    for link in (tmp_path / "odd.py", inner / "pyvenv.cfg"):
+        link.symlink_to("x" * 300)  # no file has such a long name, so to follow it fails, also for root
+    assert environment_files(tmp_path, deep=True) == [inner / "mine.py"]

@@ -87,7 +87,7 @@ def environment_files(folder: Path, *, deep: bool = False) -> list[Path]:
         deep: Look into its folders as well, without tests, hidden folders and installed packages.
     """
     if not deep:
-        return sorted(file for file in folder.glob("*.py") if not file.name.startswith("_") and file.is_file())
+        return sorted(file for file in folder.glob("*.py") if not file.name.startswith("_") and os.path.isfile(file))
     return [file for _, files in searched(folder) for file in files]
 
 
@@ -120,7 +120,7 @@ def subfolders(folder: Path) -> list[Path]:
     except OSError:
         return []
     searchable = [folder / name for name in names if not name.startswith((".", "_")) and name not in _NOT_SEARCHED]
-    return [subfolder for subfolder in searchable if not (subfolder / "pyvenv.cfg").exists()]
+    return [subfolder for subfolder in searchable if not os.path.exists(subfolder / "pyvenv.cfg")]
 
 
 def name_of(text: str) -> str:
