@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _MANY = 1e9
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|(?=<tool_call>)|$)", re.DOTALL)
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|$)", re.DOTALL)
 _MARK = "_toprope_tool"
 
 TOOL_PARTS = {
@@ -174,7 +174,7 @@ def calls_in(text: str) -> list[Call]:
     calls = []
     for match in _CALL.finditer(THINKING.sub("", text)):
         try:
-            value = json.loads(match[1])
+            value = json.loads(match[1].strip())
             name, arguments = value["name"], value.get("arguments", {})
             if isinstance(arguments, str):  # the form of the OpenAI API
                 arguments = json.loads(arguments or "{}")

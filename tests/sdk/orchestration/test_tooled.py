@@ -14,8 +14,9 @@ import pytest
 from toprope.sdk import Part, Task, play
 from toprope.sdk.authoring.environment import copy_for
 from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.orchestration.dialogue import parse_action
 from toprope.sdk.orchestration.tool_schema import signature_of
-from toprope.sdk.orchestration.tools import Tool, Toolbox
+from toprope.sdk.orchestration.tools import Tool, Toolbox, code_interpreter
 from toprope.sdk.rollouts import Rollout, configure
 from toprope.sdk.tooled import Server, ToolEnvironment, calls_in, tool
 
@@ -144,6 +145,16 @@ def test_tool_calls_are_parsed() -> None:
     ]
     assert [bool(one.problem) for one in found] == [False, False, True, False]
     assert calls_in("no call") == []
+
+
+def test_answers_full_of_spaces_or_brackets_are_parsed_at_once() -> None:
+    began, spaces = time.monotonic(), " \n" * 40_000
+    for text in (f"<tool_call>a{spaces}b", f"<tool_call>{spaces}a{spaces}b", "<tool_call>" + "[" * 100_000):
+        [call] = calls_in(text)
+        assert call.problem and parse_action(text, "native").problem
+    assert code_interpreter().call(f"\n```python\nprint(2)\n{spaces}``` \n") == "2"
+    assert code_interpreter().call(f"print(3){spaces}") == "3"
+    assert time.monotonic() - began < 10
 
 
 def test_policy_uses_described_tools() -> None:

@@ -25,7 +25,7 @@ __all__ = ["ONE_INPUT", "THINKING", "Mode", "build_system_prompt", "parse_action
 Mode = Literal["structured", "native"]
 
 _FIELD = re.compile(r"^[ \t]*(THOUGHT|TOOL|INPUT|FINAL[_ ]ANSWER)[ \t]*:[ \t]*", re.IGNORECASE | re.MULTILINE)
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
 
 _STRUCTURED = """\
@@ -140,9 +140,9 @@ def _parse_native(text: str) -> Action:
         return Action("", "", answer, not problem, text, problem=problem)
     thought = plain[: call.start()].strip()
     try:
-        value = json.loads(call[1])
+        value = json.loads(call[1].strip())
         name, arguments = value["name"], value.get("arguments", {})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Action(thought, raw_text=text, problem='within <tool_call> is no {"name": ..., "arguments": {...}}')
     if isinstance(arguments, Mapping) and set(arguments) == {"input"} and isinstance(arguments["input"], str):
         tool_input = arguments["input"]

@@ -178,8 +178,7 @@ def code_interpreter(seconds: float = 5.0, memory_mb: int = 512) -> Tool:
     """A tool that runs Python in a confined process: see `toprope.sdk.sandbox`."""
 
     def run(text: str) -> str:
-        program = re.sub(r"^\s*```(?:python|py)?\s*\n(.*?)\n?\s*```\s*$", r"\1", text, flags=re.DOTALL)
-        outcome = run_python(program, seconds=seconds, memory_mb=memory_mb)
+        outcome = run_python(_without_fence(text), seconds=seconds, memory_mb=memory_mb)
         output = outcome.output.strip()
         if outcome.why:
             raise InvalidRequest(f"The program was ended: {outcome.why}." + (f" Output: {output}" if output else ""))
@@ -194,6 +193,14 @@ def code_interpreter(seconds: float = 5.0, memory_mb: int = 512) -> Tool:
         run,
         timeout_s=seconds + 10,
     )
+
+
+def _without_fence(text: str) -> str:
+    """The program within a fence of Markdown, or the text unchanged if it is not fenced."""
+    opening, _, rest = text.strip().partition("\n")
+    if opening.rstrip() in ("```", "```python", "```py") and rest.endswith("```"):
+        return rest.removesuffix("```").rstrip()
+    return text
 
 
 def web_search(source: Callable[[str, int], list[tuple[str, str]]], most: int = 3) -> Tool:
