@@ -54,6 +54,8 @@ class Chatty(Environment):
 
     def score(self):
         print("scoring", self.task.prompt, file=sys.stderr)
+        if self.answer == "redirect":
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         if self.answer == "die":
             os.write(2, f"dying of {self.task.prompt}".encode())
             os._exit(3)
@@ -164,6 +166,23 @@ def test_worker_output_is_logged_after_seal(tmp_path):
 
     _, heard = play(tmp_path, "1", work)
     assert heard.data.count(b"are not kept") == 3 and heard.data.count(b"scoring") == 1
+
+
+def test_seal_stays_where_the_worker_redirected_its_output(tmp_path, monkeypatch):
+    monkeypatch.setattr("toprope.sdk.worker.seal._MARK_S", 0.5)
+
+    async def work(
+        evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
+    ) -> None:
+        for _ in range(2):
+            link.seal()
+            await link.call("score", split="heldout", index=1, answer="redirect")
+            await asyncio.wait_for(link.unseal(), 20)
+            assert link.sealed
+        assert await link.call("ping") == "pong"
+
+    _, heard = play(tmp_path, "1", work)
+    assert heard.data.count(b"redirected its standard error") == 2 and b"canary" not in heard.data
 
 
 def test_only_sealed_evaluations_sample_heldout_tasks(tmp_path):

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any, Protocol, Self
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout, with_unresolved
 from toprope.sdk.wall.enclosure import Enclosure
 from toprope.sdk.wall.plan import Wall
+from toprope.sdk.worker.seal import Seal
 
 __all__ = ["KEY_IN_URL", "WorkerClient", "worker_environment"]
 
@@ -72,14 +72,6 @@ class _Call:
         """Clock of a concurrent call; the others share one."""
 
 
-class _Seal:
-    """Drops everything printed before `mark`."""
-
-    def __init__(self, mark: bytes) -> None:
-        self.mark, self.held, self.dropped = mark, b"", 0
-        self.broken = asyncio.Event()
-
-
 class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
     """Signals the end of the process itself. `Process.wait` also waits for its pipes to close, which a daemon left by
     the environment can delay forever."""
@@ -118,7 +110,7 @@ class WorkerClient:
         self._tail = b""
         self._new = 0
         """Bytes that it printed since its last answer, or since a call came to it at rest."""
-        self._sealed: _Seal | None = None
+        self._sealed: Seal | None = None
         self._end: WorkerDied | WorkerTimeout | None = None
         self._closing = False
         self._stderr_task = asyncio.create_task(self._read_stderr())
@@ -244,16 +236,21 @@ class WorkerClient:
 
     def seal(self) -> None:
         """Drop everything that the worker prints until `unseal`: an author's code may print held-out tasks."""
-        self._sealed = _Seal(f"seal {secrets.token_hex(16)}".encode())
+        self._sealed = Seal()
 
     async def unseal(self) -> None:
-        """Keep what the worker prints from now on, after one line with the number of dropped bytes."""
+        """Keep what the worker prints from now on, after one line with the number of dropped bytes.
+
+        It stays sealed if its mark does not come out, as when its code has redirected its standard error.
+        """
         seal = self._sealed
         if seal is None or not self.alive:
             return  # the last output of a worker that has ended stays sealed
         with contextlib.suppress(WorkerFailure):
-            await self.call("mark", text=seal.mark.decode())
-            await seal.broken.wait()
+            await self.call("mark", text=seal.mark)
+            notice = await seal.wait()
+            if notice and self._sink is not None:
+                self._sink.write(notice)
 
     async def close(self, grace: float = 2.0) -> None:
         """Close the worker's input and kill it after `grace` seconds. Never raises; can be repeated."""
@@ -362,26 +359,15 @@ class WorkerClient:
         stderr = self._process.stderr
         assert stderr is not None  # it was asked for as a pipe
         while chunk := await stderr.read(_CHUNK):
-            if self._sealed is not None and not (chunk := self._open_seal(self._sealed, chunk)):
-                continue
+            if (seal := self._sealed) is not None:
+                chunk = seal.kept_of(chunk)
+                self._sealed = None if seal.broken.is_set() else seal
+                if not chunk:
+                    continue
             if self._sink is not None:
                 self._sink.write(chunk)
             self._new += len(chunk)
             self._tail = (self._tail + chunk)[-_TAIL_BYTES - 1 :]  # with the byte before
-
-    def _open_seal(self, seal: _Seal, chunk: bytes) -> bytes:
-        """Return the output after the mark, behind a line that counts the dropped bytes; empty before the mark."""
-        seal.held += chunk
-        before, mark, after = seal.held.partition(seal.mark + b"\n")
-        if not mark:
-            seal.dropped += max(0, len(seal.held) - len(seal.mark))
-            seal.held = seal.held[-len(seal.mark) :]
-            return b""
-        self._sealed = None
-        seal.broken.set()
-        dropped = seal.dropped + len(before)
-        notice = b"[toprope] %d bytes printed while held-out tasks were sampled are not kept\n" % dropped
-        return (notice if dropped else b"") + after
 
     async def _watch(self) -> None:
         """Wait for the end of the worker, then fail the calls that nobody will answer."""
