@@ -1,16 +1,21 @@
 """Folders for temporary files that do not outlive their owner."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.run_harness import eventually
-from toprope.sdk.wall import scratch
+from toprope.sdk.wall import Wall, scratch
+from toprope.sdk.wall.enclosure import Enclosure
 from toprope.sdk.wall.scratch import Scratch
+from toprope.sdk.worker.client import WorkerClient
 
 OWNER = "import sys; from toprope.sdk.wall.scratch import Scratch; print(Scratch().path, flush=True); sys.stdin.read()"
 
@@ -76,6 +81,37 @@ def test_folder_of_any_depth_and_any_time_goes(tmp_path):
     os.utime(left, (2**40, 2**40))
     scratch._sweep(str(tmp_path))
     assert not os.path.exists(left)
+
+
+@pytest.mark.parametrize("place", ["prepare", "subprocess_exec"])
+def test_cancelled_start_leaves_nothing(tmp_path, monkeypatch, place):
+    """A folder that it made, locked, and the descriptor of the lock would stay as long as this process."""
+    begun, cancelled = threading.Event(), threading.Event()
+    prepare = Enclosure.prepare
+
+    def prepare_slowly(*arguments: Any) -> Enclosure:
+        begun.set()
+        assert cancelled.wait(20)
+        return prepare(*arguments)
+
+    async def start_slowly(*arguments: Any, **named: Any) -> Any:
+        begun.set()
+        await asyncio.sleep(600)
+
+    async def work() -> None:
+        if place == "prepare":
+            monkeypatch.setattr(Enclosure, "prepare", prepare_slowly)
+        else:
+            monkeypatch.setattr(asyncio.get_running_loop(), place, start_slowly)
+        starting = asyncio.create_task(WorkerClient.start(wall=Wall()))
+        assert await asyncio.to_thread(begun.wait, 20)
+        starting.cancel()
+        await asyncio.wait([starting])
+        cancelled.set()
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(work())
+    eventually(lambda: not list(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == before)
 
 
 def test_sweep_without_a_place_for_files_is_none(tmp_path, monkeypatch):

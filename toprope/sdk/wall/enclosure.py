@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -86,6 +89,38 @@ class Enclosure:
                 folder.remove()
             raise
         return enclosure
+
+    @classmethod
+    async def prepare_in_thread(
+        cls, wall: Wall, command: Sequence[str], variables: Mapping[str, str], cwd: str | None
+    ) -> Enclosure:
+        """Like `prepare`, in a thread. If the caller is cancelled, everything made is removed.
+
+        Raises:
+            WorkerDied: See `prepare`.
+        """
+        made: list[Enclosure] = []
+        abandoned = threading.Event()
+
+        def discard() -> None:
+            with contextlib.suppress(IndexError):  # the other thread did it, or nothing is made yet
+                enclosure = made.pop()
+                for descriptor in enclosure.passed:
+                    os.close(descriptor)
+                enclosure.remove()
+
+        def prepare() -> None:
+            made.append(cls.prepare(wall, command, variables, cwd))
+            if abandoned.is_set():
+                discard()
+
+        try:
+            await asyncio.to_thread(prepare)
+        except BaseException:
+            abandoned.set()
+            discard()
+            raise
+        return made[0]
 
     def _fill(self, plan: Plan, wall: Wall, command: Sequence[str]) -> None:
         self.group = ProcessGroup.make(most_tasks(), wall.memory_mb)

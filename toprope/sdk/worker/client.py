@@ -153,7 +153,7 @@ class WorkerClient:
         passed: tuple[int, ...] = ()
         if wall is not None:
             folder = None if cwd is None else os.fspath(cwd)
-            enclosure = await asyncio.to_thread(Enclosure.prepare, wall, command, variables, folder)
+            enclosure = await Enclosure.prepare_in_thread(wall, command, variables, folder)
             command, variables, cwd, passed = enclosure.command, enclosure.variables, enclosure.cwd, enclosure.passed
         command = [*wrapper, *command]
         try:
@@ -168,10 +168,12 @@ class WorkerClient:
                 pass_fds=passed,
                 start_new_session=True,
             )
-        except OSError as error:
+        except BaseException as error:  # also a cancellation
             if enclosure is not None:
                 enclosure.remove()
-            raise WorkerDied(f"The worker cannot be started by {command[0]}: {error}") from error
+            if isinstance(error, OSError):
+                raise WorkerDied(f"The worker cannot be started by {command[0]}: {error}") from error
+            raise
         finally:
             for descriptor in passed:
                 os.close(descriptor)
