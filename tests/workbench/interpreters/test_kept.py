@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from toprope.trajectories.jobs.jobs import Job
 from toprope.trajectories.jobs.orders import Order
 from toprope.workbench.interpreters.adding import Interpreters
 from toprope.workbench.interpreters.adding import Order as AddOrder
+from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.interpreters.store import digests_in_use
 from toprope.workbench.launch.freeze import freeze_question
 from toprope.workbench.launch.open_runs import variables_to_resume
@@ -52,6 +55,24 @@ def test_interpreters_of_runs_that_may_go_on_are_kept(shop):
         become(folder, state, ended_at=1.0, **more)
         assert digests_in_use(shop.home, ["abc"], resumable=True) == ({"abc"} if goes_on else set()), state
         assert not digests_in_use(shop.home, ["abc"]), "its checkout may be removed"
+
+
+def test_interpreters_are_deleted_while_others_may_change_the_registry(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toprope.workbench.interpreters.registry._WAIT_S", 0.5)
+    here = Interpreters(Home(tmp_path / "home", tmp_path / "config"), lambda: [])
+    lock = str(here.add(AddOrder("tinyrules")).added.lock)
+    remove, seen = shutil.rmtree, list[Path]()
+
+    def removed(path: Path, **options: Any) -> None:
+        with Registry(here.registry.path).changing():
+            seen.append(path)
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    here.remove("tinyrules")
+    assert seen and here.store.made(lock) is None and here.unused() == []
 
 
 def test_interpreters_of_live_data_jobs_are_kept(tmp_path: Path) -> None:

@@ -183,11 +183,9 @@ class Interpreters:
             return []
         with self.registry.changing():  # Nothing is added meanwhile.
             unused = self.unused()
-            for path in unused:
-                if path.parent == self.store.path:
-                    self.store.remove(path.name)
-                else:
-                    shutil.rmtree(path, ignore_errors=True)
+            gone = [self.store.set_aside(path.name) if path.parent == self.store.path else path for path in unused]
+        for path in gone:  # Others do not wait so long for the registry.
+            shutil.rmtree(path, ignore_errors=True)
         return unused
 
     def _beside_others(self, name: str, target: Target) -> Target:

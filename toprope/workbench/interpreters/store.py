@@ -103,13 +103,19 @@ class Store:
         (venv / "lock.txt").write_text("".join(f"{pin}\n" for pin in facts.pins), encoding="utf-8")
         _move_within(venv, place)
         if place.exists():  # An incomplete leftover of an older version; a complete one was found before.
-            self._drop(place)
+            shutil.rmtree(self.set_aside(digest), ignore_errors=True)
         os.replace(venv, place)
         return place
 
-    def remove(self, digest: str) -> None:
-        """Delete an environment; renamed first, so that nobody sees an incomplete one."""
-        self._drop(self.folder(digest))  # Keep its lock file: another process may be waiting for it.
+    def set_aside(self, digest: str) -> Path:
+        """Rename an environment that is to be deleted, so that nobody sees an incomplete one, and return its path.
+
+        Its lock file stays: another process may be waiting for it.
+        """
+        aside = self.path / f"{_GONE}{secrets.token_hex(6)}"
+        with suppress(FileNotFoundError):
+            os.replace(self.folder(digest), aside)
+        return aside
 
     def unused(self, used: set[str]) -> list[Path]:
         """Return unreferenced environments and leftovers of crashes.
@@ -126,12 +132,6 @@ class Store:
             elif path.is_dir() and not path.name.startswith(".") and path.name not in used:
                 removable.append(path)
         return removable
-
-    def _drop(self, place: Path) -> None:
-        aside = place.with_name(f"{_GONE}{secrets.token_hex(6)}")
-        with suppress(FileNotFoundError):
-            os.replace(place, aside)
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def digests_in_use(home: Home, digests: list[str], *, resumable: bool = False) -> set[str]:
