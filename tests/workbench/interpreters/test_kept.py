@@ -57,6 +57,20 @@ def test_interpreters_of_runs_that_may_go_on_are_kept(shop):
         assert not digests_in_use(shop.home, ["abc"]), "its checkout may be removed"
 
 
+def test_agent_s_order_takes_nothing_from_the_owner_s_entry(tmp_path: Path, quick: None) -> None:
+    here = Interpreters(Home(tmp_path / "home", tmp_path / "config"), lambda: [])
+    owner_s = here.add(AddOrder("tinyrules==1.5", requirements=("tinymore",))).added
+    for given in ("tinyrules==1.5", "tinyrules", "TinyRules >= 1"):
+        outcome = here.add(AddOrder(given, plain_only=True))
+        assert outcome.added == here.registry.read()["tinyrules"] == owner_s and outcome.made is not None
+    for given in ("tinyrules==1.6", "tinyrules"):
+        if given == "tinyrules":
+            (Path(str(here.registry.read()["tinyrules"].site_packages)) / "tinyrules-1.5.dist-info/METADATA").unlink()
+        added = here.add(AddOrder(given, plain_only=True)).added
+        assert (added.given, added.requirements) == (given, [given, "tinymore"])
+    assert here.add(AddOrder("tinyrules==1.5")).added.requirements == ["tinyrules==1.5"], "the owner leaves it out"
+
+
 def test_interpreters_are_deleted_while_others_may_change_the_registry(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

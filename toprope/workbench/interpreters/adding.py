@@ -106,7 +106,9 @@ class Interpreters:
             require_plain(url)
         target = target_of(order.given, self._adapters(), order.speaks, plain_only=order.plain_only)
         name = checked_name(order.name or target.name)
-        target = self._beside_others(name, target)
+        if order.plain_only and (there := self._satisfying_entry(name, target)) is not None:
+            return there
+        target = self._beside_others(name, target, keep_more=order.plain_only)
         if target.kind == "git":
             self._require_idle(name)
         checkout = self._clone(target, name, progress) if target.kind == "git" else None
@@ -188,20 +190,35 @@ class Interpreters:
             shutil.rmtree(path, ignore_errors=True)
         return unused
 
-    def _beside_others(self, name: str, target: Target) -> Target:
+    def _satisfying_entry(self, name: str, target: Target) -> Outcome | None:
+        """Return the entry of that name if its interpreter has everything: the owner may have given it more."""
+        there = self.registry.read().get(name)
+        if there is None or not target.kind == there.kind == "packages" or there.python is None:
+            return None
+        if not Path(there.python).exists() or not satisfied(target.requirements, Path(there.site_packages or "")):
+            return None
+        return Outcome(there, self.store.made(there.lock) if there.lock else None, shared=True)
+
+    def _beside_others(self, name: str, target: Target, *, keep_more: bool) -> Target:
         """Return a target with the extras that its package has already, so that nothing that works is lost.
+
+        Args:
+            keep_more: Keep the further requirements as well.
 
         Raises:
             InvalidValue: The name is that of something else.
         """
         there = self.registry.read().get(name)
-        if there is None or there.given == target.given:
+        if there is None or (there.given == target.given and not keep_more):
             return target
         if target.kind == there.kind == "packages" and target.requirements and there.requirements:
-            first, *others = target.requirements
-            both = with_extras_of(first, there.requirements[0])
+            (first, *others), (former, *more) = target.requirements, there.requirements
+            both = with_extras_of(first, former)
             if both is not None:
-                return target if both == first else replace(target, given=both, requirements=(both, *others))
+                lines = tuple(dict.fromkeys((both, *others, *(more if keep_more else ()))))
+                return replace(target, given=target.given if both == first else both, requirements=lines)
+        if there.given == target.given:
+            return target
         raise InvalidValue(
             f"{name} is the name of {there.given}, which was added before.",
             hint="Choose another with --name, or remove that one.",
