@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -94,7 +95,7 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 
 
 def test_project_has_the_files_that_its_wheel_leaves_out(home: Home, tmp_path: Path) -> None:
-    project = tmp_path / "puzzles"
+    project = tmp_path / ("puzzles -1 ${HOME}" if shutil.which("uv") else "puzzles -1 ${HOME} #2")  # uv takes no "#"
     files = {
         "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "built"\nbackend-path = ["."]\n'
         '[project]\nname = "tinypuzzles"\nversion = "1.0"\n',

@@ -228,7 +228,7 @@ class Installer:
 
     def _resolve(self, name: str, wanted: Wanted, constraint: str) -> list[Pin]:
         self._constraint = constraint
-        requirements_file = self._file("requirements.txt", wanted.requirements)
+        requirements_file = self._file("requirements.txt", map(_as_line, wanted.requirements))
         constraints_file = self._file("constraints.txt", [constraint] if constraint else [])
         out, log = self._venv.parent / "resolved", self._venv.parent / "pip.log"
         out.unlink(missing_ok=True)
@@ -295,6 +295,12 @@ class Installer:
         path = self._venv.parent / name
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return path
+
+
+def _as_line(requirement: str) -> str:
+    """A requirement as a line of a file, in which " -", " #" and "$" of a path would have a meaning."""
+    path = Path(requirement)
+    return path.as_uri() if path.is_absolute() and path.exists() else requirement
 
 
 def digest_of(pins: Sequence[Pin], python: str) -> str:
