@@ -24,6 +24,8 @@ class UserObjects:
 
     def __init__(self) -> None:
         self._objects: dict[int, Any] = {}
+        self._runner = asyncio.Runner()
+        """One event loop for all calls: clients that objects keep belong to the loop on which they were first used."""
         self.near = ""
         """Folder of the code loaded last, for error messages."""
 
@@ -72,7 +74,7 @@ class UserObjects:
         for arguments in calls:
             result = function(*arguments)
             if inspect.isawaitable(result):
-                result = asyncio.run(_await_value(result))
+                result = self._runner.run(_await_value(result))
             try:
                 json.dumps(result)
             except (TypeError, ValueError) as error:
