@@ -31,6 +31,16 @@ def test_closed_folder_within_sources_stays_closed_unless_it_is_declared(tmp_pat
     assert asked(Wall(reads=closed.reads, closed=closed.closed, trusted=True), file)[0] == "secret"
 
 
+def test_package_that_is_installed_later_in_place_is_within_reach(tmp_path: Path) -> None:
+    site = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
+    site.mkdir(parents=True)
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    python = str(tmp_path / "venv" / "bin" / "python")
+    assert paths.editable_paths(python) == ()
+    (site / "mine.pth").write_text(f"{tmp_path}\n")
+    assert paths.editable_paths(python) == (str(tmp_path),)
+
+
 @landlock
 def test_file_in_a_home_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -114,7 +114,6 @@ def _home_of(configuration: str) -> str:
     return ""
 
 
-@functools.lru_cache(maxsize=32)
 def editable_paths(python: str) -> tuple[str, ...]:
     """Folders outside an environment that its packages are imported from: editable installs and .pth files.
 
