@@ -74,6 +74,12 @@ def test_env_new_template_is_listed_and_passes_its_test(shell: Shell) -> None:
     played = shell("try", "back-words", "--model", "solver", "--tasks", "2", "--knob", "length=4")
     assert played.count("reward 1 of 1 (letters 1, exact 1); success yes") == 2
     assert re.search(r"user: Write this backwards: [a-j]{4}\n", played)
+    for command in ("try", "check"):
+        for wrong in ("@x", "[1"):
+            said = shell(command, "back-words", "-k", f"length={wrong}", code=2)
+            assert "not YAML" in said and f'"{wrong}"' in said
+        said = shell(command, "back-words", "-k", "length=2024-01-01", code=1 if command == "try" else 2)
+        assert "2024-01-01" in said and "length" in said, said
     assert "toprope: 4 ready, 1 not tried" in shell("list")
     text = file.read_text()
     assert "already exists" in shell("new", "back-words", code=1) and file.read_text() == text

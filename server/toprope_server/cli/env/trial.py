@@ -265,14 +265,24 @@ def _show(group: SampledGroup, index: int, card: Card) -> int:
 
 
 def _knobs(texts: list[str]) -> dict[str, Any]:
+    import json
+    import shlex
+
     import yaml
 
-    values = {}
+    values: dict[str, Any] = {}
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign:
             raise typer.BadParameter(f"--knob {text}: write NAME=VALUE.")
-        values[name.strip()] = yaml.safe_load(value)
+        try:
+            values[name.strip()] = yaml.safe_load(value)
+            json.dumps(values)
+        except (yaml.YAMLError, RecursionError):
+            quoted = shlex.quote(f"{name}={json.dumps(value, ensure_ascii=False)}")
+            raise typer.BadParameter(f"--knob {text}: the value is not YAML. A text may be quoted: {quoted}") from None
+        except (TypeError, ValueError):  # such as a date
+            values[name.strip()] = value
     return values
 
 
