@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import os
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from toprope.sdk import Part, Task, play
 from toprope.sdk.authoring.environment import copy_for
 from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.orchestration.dialogue import parse_action
+from toprope.sdk.orchestration.mcp_tools import McpServer
 from toprope.sdk.orchestration.tool_schema import signature_of
 from toprope.sdk.orchestration.tools import Tool, Toolbox, code_interpreter
 from toprope.sdk.rollouts import Rollout, configure
@@ -289,3 +292,15 @@ def test_tool_costs_can_be_weighted() -> None:
     assert play(Shop, ["4"]).reward == 1.0
     other = copy_for(environment, next(iter(environment.tasks())))
     assert other.toolbox.tools["convert"] is environment.toolbox.tools["convert"]
+
+
+def test_mcp_server_that_does_not_come_up_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = tmp_path / "pid"
+    monkeypatch.setattr("toprope.sdk.orchestration.mcp_tools._START_S", 3.0)
+    hangs = f"import os, pathlib, time; pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    before = set(threading.enumerate())
+    with pytest.raises(InvalidRequest, match="did not come up: within 3 s"):
+        McpServer([sys.executable, "-c", hangs])
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)

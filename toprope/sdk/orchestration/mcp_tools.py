@@ -48,12 +48,13 @@ class McpServer:
         self._over = asyncio.Event()
         self._up, self._error = threading.Event(), ""
         self._client: Any = None
-        self._thread = threading.Thread(target=self._live, args=(list(command), url, variables), daemon=True)
+        self._task = self._loop.create_task(self._session(list(command), url, variables))
+        self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
         if not self._up.wait(_START_S) or self._client is None:
+            server, why = url or command[0], self._error or f"within {_START_S:g} s"
             self.close()
-            server = url or command[0]
-            raise InvalidRequest(f"The MCP server {server} did not come up: {self._error or f'within {_START_S:g} s'}.")
+            raise InvalidRequest(f"The MCP server {server} did not come up: {why}.")
 
     @property
     def alive(self) -> bool:
@@ -91,7 +92,7 @@ class McpServer:
         """End the session, and the server if it was started for it. Can be called again."""
         if self._thread.is_alive():
             try:
-                self._loop.call_soon_threadsafe(self._over.set)
+                self._loop.call_soon_threadsafe(self._task.cancel if self._client is None else self._over.set)
             except RuntimeError:
                 return
             self._thread.join(5)
@@ -123,10 +124,10 @@ class McpServer:
         except TimeoutError:
             raise InvalidRequest(f"The MCP server did not answer within {self._timeout:g} s.") from None
 
-    def _live(self, command: list[str], url: str, variables: Mapping[str, str] | None) -> None:
+    def _live(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._session(command, url, variables))
+            self._loop.run_until_complete(self._task)
         except BaseException as error:  # usually an exception group
             inner = error
             while getattr(inner, "exceptions", None):
