@@ -2,11 +2,15 @@
 
 import asyncio
 import os
+import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
 
+from tests.support.run_harness import eventually
+from toprope.sdk.wall.scratch import sweep_scratch
 from toprope.sdk.worker.client import WorkerClient
 from toprope.workbench.catalog.catalog import Catalog
 
@@ -54,6 +58,32 @@ def test_describe_leaves_no_process_and_no_file(tmp_path):
         for process in found(token):
             process.kill()
     assert [path.name for path in tmp_path.iterdir()] == ["odd.py"]
+
+
+DESCRIBES = """
+import asyncio, pathlib, sys
+from toprope.workbench.catalog.catalog import Catalog
+catalog = Catalog([pathlib.Path(sys.argv[1])])
+asyncio.run(catalog.describe(catalog.find("slow")))
+"""
+
+
+def test_folder_of_a_description_goes_although_its_process_was_killed(tmp_path, monkeypatch):
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    text = "open('said', 'w').close()  # in its working folder\n__import__('time').sleep(60)\n"
+    (tmp_path / "envs" / "slow.py").write_text(text + ODD.format(token="never"))
+    command = [sys.executable, "-c", DESCRIBES, str(tmp_path / "envs")]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}) as process:
+        eventually(lambda: list((tmp_path / "tmp").glob("*/said")), 60)
+        process.kill()
+
+    def swept():
+        sweep_scratch()
+        return not list((tmp_path / "tmp").iterdir())
+
+    eventually(swept)
 
 
 def test_worker_end_is_seen_while_daemon_holds_pipes(tmp_path):

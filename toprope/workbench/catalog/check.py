@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from toprope.sdk.checks.answers import JUNK, WORTHLESS
 from toprope.sdk.checks.observed import Again, Finding, Observed
 from toprope.sdk.checks.probing import Trial, tasks_of
 from toprope.sdk.errors import WorkerFailure
+from toprope.sdk.wall.scratch import Scratch
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.workbench.catalog.describe import WorkerOptions, failed, require_usable
 from toprope.workbench.catalog.stray_processes import MARK, marked, new_mark, sweep
@@ -112,8 +112,11 @@ async def check(
     checked = _Check(entry, options, max_turns, _FULL if full else _QUICK, seconds or (FULL_S if full else QUICK_S))
     try:
         # A folder of its own, as in a run: leftovers are seen there and removed afterwards.
-        with tempfile.TemporaryDirectory(prefix="toprope-check-", ignore_cleanup_errors=True) as folder:
-            await checked.run(full, folder)
+        folder = Scratch()
+        try:
+            await checked.run(full, folder.path)
+        finally:
+            folder.remove()
     except WorkerFailure as failure:
         raise failed(entry, failure, options.walls) from failure
     except OSError as error:

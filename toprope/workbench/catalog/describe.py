@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +21,7 @@ from toprope.sdk.checks.answers import JUNK, near_miss
 from toprope.sdk.errors import OURS, WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.wall.paths import folders_above
 from toprope.sdk.wall.plan import Network
+from toprope.sdk.wall.scratch import Scratch
 from toprope.supervisor.environment_variables import keeper_variables, split_keeper_variables
 from toprope.text_format import call
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
@@ -189,7 +188,7 @@ class Describer:
         mark, folder = new_mark(), _folder()
         grace = 0.0  # Only a worker that answered everything gets time to end by itself.
         try:
-            link = await options.start(entry, {MARK: mark}, folder)
+            link = await options.start(entry, {MARK: mark}, None if folder is None else folder.path)
             rights = [missing] if (missing := missing_wall(link.enclosure)) else []
             if entry.environment.file and (above := folders_above(entry.environment.file, options.walls.closed)):
                 rights.append(f"Its code can read all of {', '.join(above)}, because its file imports from there.")
@@ -222,7 +221,7 @@ class Describer:
                 await asyncio.shield(link.close(grace))
             await asyncio.shield(asyncio.to_thread(sweep, mark))
             if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                folder.remove()
         return Description(
             entry=entry,
             card=card,
@@ -236,10 +235,10 @@ class Describer:
         )
 
 
-def _folder() -> str | None:
+def _folder() -> Scratch | None:
     """Make a temporary working folder, because some environments write into theirs; None if the disk is full."""
     try:
-        return tempfile.mkdtemp(prefix="toprope-")
+        return Scratch()
     except OSError:
         return None
 

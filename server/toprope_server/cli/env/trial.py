@@ -6,8 +6,6 @@ The environment runs in a worker, as in a run; this process serves the policy, o
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -115,15 +113,16 @@ async def _worker(
     entry: Entry, options: WorkerOptions, output: _Output
 ) -> AsyncIterator[tuple[EnvironmentWorker, Card]]:
     """A worker that has opened the environment, and its card."""
+    from toprope.sdk.wall.scratch import Scratch
     from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 
-    mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write into the current folder
+    mark, folder = new_mark(), Scratch()  # some environments write into the current folder
     try:
-        async with await options.start(entry, {MARK: mark}, folder, output) as link:
+        async with await options.start(entry, {MARK: mark}, folder.path, output) as link:
             yield link, await options.open(link, entry)
     finally:
         sweep(mark)
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
 
 
 @asynccontextmanager
