@@ -16,7 +16,7 @@ from toprope.atomic import write_text
 from toprope.errors import InvalidValue
 from toprope.settings.owner import Home
 from toprope_server.cli.clients.known import Places
-from toprope_server.cli.install import server_command
+from toprope_server.cli.install import passed_on, server_command
 from toprope_server.mcp.prompts import SKILL, skill_text
 from toprope_server.mcp.roles import Role
 
@@ -48,7 +48,7 @@ def service(role: Role, platform: str | None = None) -> File:
     platform = platform or sys.platform
     places, home = Places(platform, os.environ), Home.locate()
     command = [*server_command(), "--http", *role.arguments]
-    variables = {"TOPROPE_HOME": str(home.path), "TOPROPE_CONFIG": str(home.configuration)}
+    variables = passed_on() | {"TOPROPE_HOME": str(home.path), "TOPROPE_CONFIG": str(home.configuration)}
     if platform == "darwin":
         path = places.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
         log = str(home.path / "service.log")

@@ -36,7 +36,8 @@ def toprope(*arguments: str) -> Result:
     return CliRunner().invoke(build(), ["install", *arguments])
 
 
-def test_unit_starts_this_server_and_spares_runs(tmp_path: Path) -> None:
+def test_unit_starts_this_server_and_spares_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/etc/corporate.pem")
     file = service.service(Role.of(True, None), "linux")
     lines = dict(line.split("=", 1) for line in file.text.splitlines() if "=" in line)
     command = shlex.split(lines["ExecStart"])
@@ -45,6 +46,7 @@ def test_unit_starts_this_server_and_spares_runs(tmp_path: Path) -> None:
     variables = [shlex.split(line)[0] for line in file.text.splitlines() if line.startswith("Environment=")]
     home = str(tmp_path / 'odd "100%" $HOME').replace("%", "%%")
     assert f"Environment=TOPROPE_HOME={home}" in variables
+    assert "Environment=SSL_CERT_FILE=/etc/corporate.pem" in variables, "as clients get it"
     if (verify := shutil.which("systemd-analyze")) is not None:
         unit = tmp_path / "toprope.service"
         unit.write_text(file.text)
