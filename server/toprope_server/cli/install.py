@@ -14,16 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toprope.atomic import write_text
 from toprope.errors import InvalidValue, NotPossibleNow, visible
 from toprope_server.cli.clients.known import KNOWN, OTHER, Client, Places, Server, find_client
-
-if TYPE_CHECKING:
-    from toprope_server.mcp.roles import Role
+from toprope_server.mcp.roles import Role, role_of_arguments
 
 CLIENTS = tuple(KNOWN)
 NAME = "toprope"
@@ -101,6 +99,8 @@ class Plan:
     entry: dict[str, Any]
     after: str
     """The next step for the person."""
+    kept: tuple[str, ...] = ()
+    """Options of the role and names of our variables that the old entry has and this one keeps."""
 
     @property
     def known(self) -> Client:
@@ -187,7 +187,7 @@ def plan(
     role: Role | None = None,
     remote: Remote | None = None,
 ) -> Plan:
-    """Plan an installation.
+    """Plan an installation. Without a role of its own it keeps that of the entry there: a repair lifts no restriction.
 
     Raises:
         InvalidValue: Unknown client; an option that it does not have; invalid settings of the owner.
@@ -196,11 +196,37 @@ def plan(
         raise InvalidValue("Give either --http or --ssh.", hint="Over ssh the client starts the server itself.")
     client_info, path = find_client(client), configuration_file(client, project)
     next_step = client_info.after.format(path=shlex.quote(str(path)))
+    try:
+        entry = _entry_in(client_info, path)
+    except (OSError, ValueError, AttributeError):  # `write` says so
+        entry = None
+    old = entry if isinstance(entry, dict) else {}
+    chosen = role is not None and bool(role.arguments)
+    role = role if role is not None and chosen else _role_of(old)
+    kept = [] if chosen or not role.arguments else [" ".join(role.arguments)]
     if http:
-        serve = " ".join(["toprope serve --http", *(role.arguments if role is not None else [])])
-        return Plan(client, path, _http_entry(client), f"Start '{serve}'. {next_step}")
+        serve = " ".join(["toprope serve --http", *role.arguments])
+        return Plan(client, path, _http_entry(client), f"Start '{serve}'. {next_step}", tuple(kept))
     server = _server(role, remote, shared=project is not None)
-    return Plan(client, path, client_info.entry(server), next_step)
+    if remote is None:
+        given = [old[field] for field in _VARIABLES if isinstance(old.get(field), dict)]
+        left = {name: named[name] for named in given for name in (*_PASSED_ON, *_OF_MACHINE) if name in named}
+        kept += [name for name in left if name not in server.variables]
+        server = replace(server, variables=left | server.variables)
+    return Plan(client, path, client_info.entry(server), next_step, tuple(kept))
+
+
+def _role_of(entry: dict[str, Any]) -> Role:
+    """The role in the arguments of an entry; one that this version does not know is read-only."""
+    arguments = entry.get("args")
+    words = [str(word) for word in arguments] if isinstance(arguments, list) else []
+    try:
+        if words and " serve" in words[-1]:  # ssh gets one command line
+            words = shlex.split(words[-1])
+        role = role_of_arguments(words[words.index("serve") + 1 :] if "serve" in words else [])
+    except (ValueError, InvalidValue):
+        role = None
+    return role or Role(read_only=True)
 
 
 def _http_entry(client: str) -> dict[str, Any]:
@@ -221,7 +247,10 @@ def installed_entry(client: str) -> dict[str, Any] | None:
     Raises:
         OSError, ValueError: The file cannot be read.
     """
-    client_info, path = find_client(client), configuration_file(client)
+    return _entry_in(find_client(client), configuration_file(client))
+
+
+def _entry_in(client_info: Client, path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     servers = client_info.format.loads(path.read_text(encoding="utf-8")).get(client_info.section) or {}
@@ -241,7 +270,7 @@ def write(plan: Plan, *, remove: bool = False) -> tuple[bool, Path | None]:
     target, form = plan.path.resolve(), plan.known.format
     section, name = plan.place
     try:
-        old = target.read_text(encoding="utf-8") if target.exists() else None
+        old = target.read_bytes().decode() if target.exists() else None
         data = form.loads(old or "")
     except (OSError, ValueError) as error:
         raise InvalidValue(
@@ -256,10 +285,13 @@ def write(plan: Plan, *, remove: bool = False) -> tuple[bool, Path | None]:
         return False, None
     other_servers = {key: server for key, server in servers.items() if key != name}
     expected = {**data, section: other_servers if remove else {**other_servers, name: entry}}
+    before = old or ""
+    end = "\r\n" if 0 < before.count("\n") == before.count("\r\n") else "\n"
     try:
-        text = form.edited(old or "", plan.place, None if remove else entry)
+        text = form.edited(before.replace(end, "\n"), plan.place, None if remove else entry)
+        text = (text if text.endswith("\n") else f"{text}\n").replace("\n", end)
         sound = form.loads(text) == expected
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         sound = False
     if not sound:
         raise InvalidValue(
@@ -270,17 +302,17 @@ def write(plan: Plan, *, remove: bool = False) -> tuple[bool, Path | None]:
         target.parent.mkdir(parents=True, exist_ok=True)
         backup = _back_up(target, old) if old is not None else None
         mode = target.stat().st_mode & 0o777 if old is not None else 0o600
-        write_text(target, text if text.endswith("\n") else f"{text}\n", mode=mode)
+        write_text(target, text, mode=mode)
     except OSError as error:
         raise InvalidValue(f"{plan.path} cannot be written: {error.strerror or error}.") from None
     return True, backup
 
 
 def _with_additions(entry: dict[str, Any], old: Any) -> dict[str, Any]:
-    """Our entry with what the user or the client added to the old one, such as variables and permissions of tools."""
+    """Our entry with what the user or the client set in the old one: variables, permissions of tools, a timeout."""
     if not isinstance(old, dict):
         return entry
-    merged = {**{field: value for field, value in old.items() if field not in _WRITTEN}, **entry}
+    merged = entry | {field: value for field, value in old.items() if field not in _WRITTEN}
     for field in () if "url" in entry else _VARIABLES:
         variables = old.get(field)
         if isinstance(variables, dict):
@@ -345,6 +377,8 @@ def main(
     given = [] if remove or http or remote is not None else [*passed_on(shared=project is not None)]
     if given:
         lines.append(f"The server gets this shell's {', '.join(given)}.")
+    if planned.kept and not remove:
+        lines.append(f"Kept from the old entry: {', '.join(planned.kept)}. To drop that, first install with --remove.")
     if backup is not None:
         lines.append(f"Backup of the old file: {backup}")
     return lines if remove else [*lines, planned.after]

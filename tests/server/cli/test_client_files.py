@@ -167,6 +167,43 @@ def test_text_that_is_not_json_with_comments_is_refused(text):
         jsonc.loads(text)
 
 
+@pytest.mark.parametrize("client", ["claude-code", "zed", "codex", "goose"])
+def test_line_ends_of_windows_stay(client, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    path = configuration_file(client)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = WRITTEN[client].replace("\n", "\r\n").encode()
+    path.write_bytes(before)
+    _, backup = write(plan(client))
+    text = path.read_bytes()
+    assert text.count(b"\n") == text.count(b"\r\n") > before.count(b"\n")
+    assert backup is not None and backup.read_bytes() == before
+    write(plan(client), remove=True)
+    assert load(client, path.read_text()) == load(client, WRITTEN[client])
+    assert path.read_bytes().count(b"\n") == path.read_bytes().count(b"\r\n")
+
+
+def test_removal_leaves_the_comments_before_it_unchanged():
+    text = '{"a": {"x": 1} /* one, two */, "toprope": {}}'
+    assert jsonc.remove_member(text, ["toprope"]) == '{"a": {"x": 1} /* one, two */}'
+
+
+@pytest.mark.parametrize("client", ["claude-code", "zed", "codex", "goose"])
+def test_a_file_nested_too_deeply_is_refused_in_words(client, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    path = configuration_file(client)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = ("a = " if client == "codex" else '{"a": ') + "[" * 5000 + "]" * 5000 + ("" if client == "codex" else "}")
+    path.write_text(text)
+    with pytest.raises(InvalidValue, match="nested too deeply.*left as it is"):
+        write(plan(client))
+    assert path.read_text() == text
+
+
 def test_strict_json_stays_strict_after_removal():
     text = '{"mcpServers": {"other": {"command": "x"}}}'
     edited = jsonc.set_member(text, ["mcpServers", "toprope"], {"command": "y"})

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from toprope_server.cli.app import build
 from toprope_server.cli.clients.known import KNOWN, Places
-from toprope_server.cli.install import server_command
+from toprope_server.cli.install import passed_on, plan, server_command
 from typer.testing import CliRunner
 
 from toprope.errors import InvalidValue
@@ -93,18 +93,62 @@ def test_a_second_installation_keeps_what_was_added_to_the_entry(tmp_path, clien
     old = {
         "command": "/gone/python",
         "args": ["serve"],
-        variables: {"HTTPS_PROXY": "http://proxy:3128", "HF_HOME": "/gone"},
+        variables: {"HTTPS_PROXY": "http://proxy:3128", "SSL_CERT_FILE": "/gone"},
         "autoApprove": ["check_status"],
     }
     path.write_text(form.edited("", (section, "toprope"), old))
     assert toprope(tmp_path, "install", client, SSL_CERT_FILE="/etc/corporate.pem").returncode == 0
     entry = form.loads(path.read_text())[section]["toprope"]
     assert entry["autoApprove"] == ["check_status"]
-    assert "/gone" not in str(entry), "ours are those of this shell"
+    assert [entry.get("command") or entry["cmd"], *entry["args"]] == server_command()
     assert entry[variables]["HTTPS_PROXY"] == "http://proxy:3128"
     assert entry[variables]["SSL_CERT_FILE"] == "/etc/corporate.pem"
     again = toprope(tmp_path, "install", client, SSL_CERT_FILE="/etc/corporate.pem")
     assert "nothing was written" in again.stdout
+
+
+@pytest.mark.parametrize("client", ["claude-code", "codex", "goose"])
+def test_repair_of_an_entry_lifts_no_restriction(tmp_path, monkeypatch, client):
+    for name in (*passed_on(), "CODEX_HOME", "CLAUDE_CONFIG_DIR", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    form, path = KNOWN[client].format, KNOWN[client].file(Places(sys.platform, {"HOME": str(tmp_path)}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command, variables = ("cmd", "envs") if client == "goose" else ("command", "env")
+    old = {
+        command: "/gone/bin/python",
+        "args": [*server_command()[1:], "--read-only", "--tools", "plan,read"],
+        variables: {"TOPROPE_CONFIG": "/srv/rope", "HF_HOME": "/big/hf"},
+        "timeout": 900,
+        "enabled": False,
+    }
+    path.write_text(form.edited("", (KNOWN[client].section, "toprope"), old))
+    done = CliRunner().invoke(build(), ["install", client])
+    assert done.exit_code == 0, done.stderr
+    entry = form.loads(path.read_text())[KNOWN[client].section]["toprope"]
+    assert [entry[command], *entry["args"]] == [*server_command(), "--read-only", "--tools", "plan,read"]
+    assert entry[variables] == {"TOPROPE_CONFIG": "/srv/rope", "HF_HOME": "/big/hf"}
+    assert (entry["timeout"], entry["enabled"]) == (900, False)
+    assert "Kept from the old entry: --read-only --tools plan,read, TOPROPE_CONFIG, HF_HOME." in done.stdout
+    monkeypatch.setenv("TOPROPE_CONFIG", "/srv/other")
+    assert CliRunner().invoke(build(), ["install", client, "--tools", "read"]).exit_code == 0
+    entry = form.loads(path.read_text())[KNOWN[client].section]["toprope"]
+    assert entry["args"] == [*server_command()[1:], "--tools", "read"], "the owner's newest word counts"
+    assert entry[variables]["TOPROPE_CONFIG"] == "/srv/other"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (["-T", "box", "toprope serve --tools read"], ["--tools", "read"]),
+        (["serve", "--tools", "of-another-version"], ["--read-only"]),
+        (["serve", "--of-another-version"], ["--read-only"]),
+        ("serve --read-only", []),
+    ],
+)
+def test_role_is_read_from_any_entry(tmp_path, arguments, kept):
+    (tmp_path / ".mcp.json").write_text(json.dumps({"mcpServers": {"toprope": {"command": "x", "args": arguments}}}))
+    assert plan("claude-code", project=tmp_path).entry["args"] == [*server_command()[1:], *kept]
 
 
 def test_written_entry_starts_server(tmp_path):

@@ -67,7 +67,19 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(str(error).replace("\n", " ")) from None
 
 
-JSON = Format("JSON", lambda text: json.loads(text) if text.strip() else {}, _edited_json)
-JSONC = Format("JSON with comments", jsonc.loads, _edited_json)
-TOML = Format("TOML", tomllib.loads, _edited_toml)
-YAML_FORMAT = Format("YAML", _load_yaml, _edited_yaml)
+def _shallow(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Make a reader refuse a text whose depth exceeds its stack, like any other text that it cannot read."""
+
+    def loads(text: str) -> Any:
+        try:
+            return load(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+
+    return loads
+
+
+JSON = Format("JSON", _shallow(lambda text: json.loads(text) if text.strip() else {}), _edited_json)
+JSONC = Format("JSON with comments", _shallow(jsonc.loads), _edited_json)
+TOML = Format("TOML", _shallow(tomllib.loads), _edited_toml)
+YAML_FORMAT = Format("YAML", _shallow(_load_yaml), _edited_yaml)

@@ -72,14 +72,13 @@ def remove_member(text: str, path: Sequence[str]) -> str:
             return text
         parent, (start, node) = node, node.members[key]
     end = node.end
-    following = _SPACE.match(text, end)
-    assert following is not None
-    if text.startswith(",", following.end()):
-        end = following.end() + 1
+    following = _skip(text, end)
+    if text.startswith(",", following):
+        end = following + 1
     else:
         ends = [other.end for begin, other in (parent.members or {}).values() if begin < start]
-        comma = text.find(",", max(ends)) if ends else -1
-        if comma >= 0:  # no comma may stay behind the last member: most readers refuse it
+        if ends:  # no comma may stay behind the last member: most readers refuse it
+            comma = _skip(text, max(ends))
             text, start, end = text[:comma] + text[comma + 1 :], start - 1, end - 1
     before = text[:start].rstrip(" \t")
     return before.removesuffix("\n") + text[end:] if before.endswith("\n") else before + text[end:].lstrip(" \t")
