@@ -48,7 +48,8 @@ def test_resume_continues_after_checkpoint(harness):
     runs = harness.runs({"trainer": {"steps": step + 4}})
     begun = runs.resume(folder.run_id)
     assert (begun.state, begun.attempt, begun.checkpoint["step"]) == ("queued", 2, step)
-    assert begun.failure is None and begun.ended_at is None and begun.crew == {} and begun.progress == {}
+    assert begun.failure is None and begun.ended_at is None and begun.crew == {}
+    assert begun.progress == {"step": step, "total_steps": before.progress["total_steps"]}
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
     steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
@@ -64,6 +65,17 @@ def test_resume_continues_after_checkpoint(harness):
     report = json.loads(folder.results.read_text())
     assert report["rose"] is True and report["steps"] == step + 4
     harness.check_nothing_left(folder)
+
+
+def test_a_run_stopped_before_its_next_step_keeps_its_steps(harness):
+    _, folder, before = stopped_in_training(harness)
+    runs = harness.runs({"trainer": {"loading": 60}})
+    runs.resume(folder.run_id)
+    until(runs, folder, "starting")
+    runs.stop(folder.run_id)
+    status = ended(runs, folder)
+    assert (status.state, status.training_at) == ("stopped", None)
+    assert status.progress["step"] == before.checkpoint["step"]
 
 
 def test_resume_announces_inference_after_trainer(harness):

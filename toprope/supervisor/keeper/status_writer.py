@@ -41,7 +41,9 @@ class StatusWriter:
         self._written_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._work: dict[str, Any] = {}
-        self._steps: dict[str, Any] = {}
+        self._steps: dict[str, Any] = {
+            key: status.progress[key] for key in ("step", "total_steps") if key in status.progress
+        }
         self._first_step: tuple[int, float] | None = None
 
     @property

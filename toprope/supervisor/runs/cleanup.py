@@ -230,6 +230,9 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
         for event in read_events(folder.events)
         if event.kind == "evaluation" and event.data.get("label") == _BEFORE
     }
+    progress = {"step": checkpoint["step"]} if checkpoint else {}  # for a run that ends before its next step
+    if checkpoint and "total_steps" in former.progress:
+        progress["total_steps"] = former.progress["total_steps"]
     now = time.time()
     status = former.model_copy(
         update={
@@ -241,7 +244,7 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
             "ended_at": None,
             "since": now,
             "updated_at": now,
-            "progress": {},
+            "progress": progress,
             "crew": {},
             "evaluations": measured if folder.evaluation(_BEFORE).exists() else {},
             "checkpoint": checkpoint,
