@@ -410,6 +410,13 @@ def test_stopped_job_begins_again_and_old_result_says_its_age(shop):
     assert ask(data.export_trajectories, shop, **given).data.items == 5
 
 
+def test_a_refused_build_leaves_no_folder(shop):
+    store = DatasetStore(shop.home.datasets)
+    with pytest.raises(RuntimeError), store.making("refused"):
+        raise RuntimeError
+    assert not (shop.home.datasets / "refused").exists()
+
+
 def test_data_set_survives_a_power_cut(shop, monkeypatch):
     synced = set()
     fsync = os.fsync

@@ -114,6 +114,19 @@ def test_invalid_knobs_name_valid_choices(tmp_path: Path) -> None:
         next(iter(opened(tmp_path).tasks()))
 
 
+def test_hidden_files_are_neither_listed_nor_read(tmp_path: Path) -> None:
+    folder = tmp_path / ".home" / "datasets"
+    for name in (".jobs/0f/state.jsonl", "good/.making-x/items.jsonl", "good/v1/items.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"prompt": "p", "answer": "a"}\n')
+    for path in (".jobs/0f/state.jsonl", "good/../.jobs/0f/state.jsonl", str(folder / ".jobs/0f/state.jsonl")):
+        with pytest.raises(InvalidRequest, match=r"There are: good/v1/items.jsonl\. "):
+            opened(folder, path=path)
+    (folder / "linked.jsonl").symlink_to(folder / ".jobs/0f/state.jsonl")  # as stores of large files do
+    for path in ("good/v1/items.jsonl", str(folder / "good/v1/items.jsonl"), "linked.jsonl"):
+        assert len(list(opened(folder, path=path).tasks())) == 1
+
+
 def test_dataset_reads_only_allowed_files(tmp_path: Path) -> None:
     allowed, other = tmp_path / "allowed", tmp_path / "other"
     allowed.mkdir()

@@ -171,6 +171,7 @@ class DatasetStore:
         """
         check_name(name)
         folder = self.path / name
+        is_new = not folder.exists()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for abandoned in folder.glob(".making-*"):  # left by processes that were killed long ago
             if time.time() - abandoned.stat().st_mtime > _STALE_S:
@@ -180,6 +181,9 @@ class DatasetStore:
             yield aside
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+            if is_new:
+                with suppress(OSError):  # it holds a version
+                    folder.rmdir()
 
     def keep(
         self,

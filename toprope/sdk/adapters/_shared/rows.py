@@ -29,15 +29,30 @@ _TEXTS = ("text", "input_text", "output_text", "summary_text")
 
 
 def files_below(folders: Sequence[Path], most: int = 12) -> list[str]:
-    """Return readable data files as an agent would name them; only some if there are many."""
+    """Return readable data files as an agent would name them, without hidden ones; only some if there are many."""
     names: list[str] = []
     for folder in folders:
         for file in sorted(folder.rglob("*")) if folder.is_dir() else []:
-            if file.suffix.lower() in KINDS and file.is_file():
-                names.append(str(file.relative_to(folder)))
+            name = file.relative_to(folder)
+            if file.suffix.lower() in KINDS and not _is_hidden(name) and file.is_file():
+                names.append(str(name))
                 if len(names) >= most:
                     return names
     return names
+
+
+def _is_hidden(name: Path) -> bool:
+    """Return True for names that programs keep for themselves, such as the jobs of data sets."""
+    return any(part.startswith(".") and part != ".." for part in name.parts)
+
+
+def _is_below(place: Path, real: Path, folder: Path) -> bool:
+    """Return True if a folder holds a file, and the file was not asked for by a hidden name."""
+    root = folder.resolve()
+    if not real.is_relative_to(root):
+        return False
+    names = [place.relative_to(base) for base in (folder, root) if place.is_relative_to(base)]
+    return not _is_hidden(names[0] if names else real.relative_to(root))
 
 
 def allowed_file(path: str, folders: Sequence[Path], files: Sequence[Path] = ()) -> Path:
@@ -45,7 +60,7 @@ def allowed_file(path: str, folders: Sequence[Path], files: Sequence[Path] = ())
 
     Args:
         path: Absolute, or relative to one of the folders.
-        folders: Folders below which files may be read.
+        folders: Folders below which files may be read, except hidden ones.
         files: Further files that may be read.
 
     Raises:
@@ -54,13 +69,12 @@ def allowed_file(path: str, folders: Sequence[Path], files: Sequence[Path] = ())
     asked_path = Path(path).expanduser()
     places = [asked_path] if asked_path.is_absolute() else [folder / asked_path for folder in folders]
     allowed = {file.resolve() for file in files}
-    roots = [folder.resolve() for folder in folders]
     for place in places:
         try:
             real = place.resolve()
         except (OSError, RuntimeError):
             continue
-        inside = real in allowed or any(real.is_relative_to(root) for root in roots)
+        inside = real in allowed or any(_is_below(place, real, folder) for folder in folders)
         if inside and real.is_file():
             if real.suffix.lower() not in KINDS:
                 raise InvalidRequest(f"{path} has no supported suffix: {', '.join(KINDS)}.")
