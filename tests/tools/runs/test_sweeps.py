@@ -144,13 +144,16 @@ def test_repeated_sweep_is_answered_although_space_is_locked_now(house):
     assert again.data.run_id == first and "no second one" in again.text
 
 
-def test_sweep_with_key_of_seed_group_is_answered_with_its_run(house):
+def test_a_key_starts_either_a_sweep_or_training(house):
     shop, _ = house
     draft = draft_of(shop)
     group = do(start_training, shop, draft_id=draft, seeds=2, key="k-1").data
-    again = started(shop, draft_id=draft, options={"key": "k-1"})
-    assert again.data.run_id == group.run_id and "no second one" in again.text
-    assert {status.run_id for status in shop.statuses()} == set(group.run_ids)
+    with pytest.raises(InvalidValue, match=f"{group.run_id} with start_training; .* with start_sweep"):
+        started(shop, draft_id=draft, options={"key": "k-1"})
+    sweep = started(shop, draft_id=draft, options={"key": "k-2"}).data.run_id
+    with pytest.raises(InvalidValue, match=f"{sweep} with start_sweep"):
+        do(start_training, shop, draft_id=draft, key="k-2")
+    assert {status.run_id for status in shop.statuses()} == {*group.run_ids, sweep}
 
 
 def test_confirmation_is_bound_to_whole_sweep(house):

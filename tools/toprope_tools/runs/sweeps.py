@@ -104,7 +104,7 @@ async def start_sweep(
         # Before planning: draft and locks may have changed since the first call with this key.
         if (
             not checked_options.preview
-            and (earlier := workshop.starter.find_earlier(checked_options.key, draft.id)) is not None
+            and (earlier := workshop.starter.find_earlier(checked_options.key, draft.id, SweepPlan.kind)) is not None
         ):
             return _answer_repeated(earlier.specifications[0])
         request, plan = _request(workshop, draft, space, strategy, population, epochs, checked_options, agreed)
@@ -116,7 +116,7 @@ async def start_sweep(
             raise NotPossibleNow(
                 f"{refused.message}\n{_describe_preview(refused.preview, plan)}", hint=refused.hint
             ) from None
-        sweep = started.specifications[0]  # a key may have started a seed group of the draft before
+        sweep = started.specifications[0]
         if started.repeated:
             return _answer_repeated(sweep)
         return _answer_started(sweep, plan, _warnings(workshop, draft, plan))
@@ -144,7 +144,7 @@ async def consent_wanted(
 
     def work() -> tuple[str, str] | None:
         draft = workshop.drafts.get(draft_id)
-        if workshop.starter.find_earlier(checked_options.key, draft.id) is not None:
+        if workshop.starter.find_earlier(checked_options.key, draft.id, SweepPlan.kind) is not None:
             return None
         request, plan = _request(workshop, draft, space, strategy, population, epochs, checked_options, None)
         preview = workshop.starter.consent_wanted(request)

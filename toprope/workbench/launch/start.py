@@ -16,6 +16,7 @@ from toprope.extras import HOSTED, TRAINING, require
 from toprope.records.index import idempotency_keys
 from toprope.records.index.database import Index, StartRow
 from toprope.records.index.idempotency_keys import StartKey
+from toprope.records.run.kinds import kind_named
 from toprope.records.run.specification import RunPlan, Specification
 from toprope.records.run.status import LIVE
 from toprope.settings.owner import Home
@@ -43,6 +44,7 @@ from toprope.workbench.launch.seeds import as_group, check_seeds, members, seede
 _APPEARS_WITHIN_S = 10.0
 """A run that was recorded so recently may not have its folder yet; it counts as live."""
 _POLL_S = 0.02
+_KEYS = "Give every intended start a key of its own; repeat a key only to repeat its call."
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class RunStarter:
                 already.
             ComponentFailed: A keeper did not come up.
         """
-        if (earlier := self.find_earlier(request.key, request.draft.id)) is not None:
+        if (earlier := self.find_earlier(request.key, request.draft.id, request.plan.kind)) is not None:
             return earlier
         return self.start_frozen(self._freeze(request), request)
 
@@ -149,7 +151,7 @@ class RunStarter:
                     self._approvals.forget(confirmed)
             if taken is not None:
                 stack.close()
-                return self._await_runs(taken)
+                return self._await_runs(taken, request.plan.kind if request else "")
             begun: list[str] = []
             for place, specification in enumerate(specifications):
                 try:
@@ -342,11 +344,11 @@ class RunStarter:
         for run_id in begun:
             self._runs.stop(run_id)
 
-    def find_earlier(self, key: str | None, draft_id: str) -> Started | None:
+    def find_earlier(self, key: str | None, draft_id: str, kind: str) -> Started | None:
         """Return the runs that a request with this key started; None if there are none.
 
         Raises:
-            InvalidValue: The key started another draft.
+            InvalidValue: The key started another draft, or with another tool than starts runs of this kind.
             NotPossibleNow: Another call with the key is starting its run and takes long.
         """
         if key is None or self._index is None:
@@ -357,11 +359,11 @@ class RunStarter:
         if taken.draft_id != draft_id:
             raise InvalidValue(
                 f"The key {shown(key)} started {taken.run_id} from {taken.draft_id}; it cannot start {draft_id}.",
-                hint="Give every intended start a key of its own; repeat a key only to repeat its call.",
+                hint=_KEYS,
             )
-        return self._await_runs(taken)
+        return self._await_runs(taken, kind)
 
-    def _await_runs(self, start: StartKey) -> Started:
+    def _await_runs(self, start: StartKey, kind: str) -> Started:
         """Return the runs of a key; another request may be starting them right now."""
         limit = time.monotonic() + _APPEARS_WITHIN_S
         while True:
@@ -376,6 +378,12 @@ class RunStarter:
                         hint="Repeat the call with the same key in a few seconds.",
                     ) from None
                 time.sleep(_POLL_S)
+        if first.run_kind.start_tool != (tool := kind_named(kind).start_tool):
+            raise InvalidValue(
+                f"The key {shown(start.key)} started {first.run_id} with {first.run_kind.start_tool}; it cannot start "
+                f"anything with {tool}.",
+                hint=_KEYS,
+            )
         if first.seed_group is None:
             return Started([first], repeated=True)
         ids = members(self._home.runs, first.seed_group.id)
