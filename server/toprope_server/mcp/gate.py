@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -127,7 +128,7 @@ class Gate:
         name, arguments = str(params.get("name", "")), params.get("arguments") or {}
         spec = self._specs.get(name)
         outcome, changed, first_line = "failed", dict[str, Any](), ""
-        began = time.monotonic()
+        began, began_at = time.monotonic(), time.time()
         try:
             if principal is not None and spec is not None and not role.allows(spec):
                 outcome = "refused"
@@ -140,6 +141,9 @@ class Gate:
             outcome, changed = _outcome(result, spec)
             first_line = _first_line(result)
             return result
+        except anyio.get_cancelled_exc_class():
+            outcome = "cancelled"
+            raise
         finally:
             entry = {
                 "by": {**_client(ctx), **({"token": principal.name} if principal else {})},
@@ -151,11 +155,13 @@ class Gate:
             }
             if spec is None or not spec.polled or outcome == "failed":
                 with anyio.CancelScope(shield=True):  # a cancelled call may have started something
-                    await to_thread.run_sync(self._record, entry, arguments)
+                    await to_thread.run_sync(self._record, entry, arguments, began_at)
 
-    def _record(self, entry: dict[str, Any], arguments: Any) -> None:
+    def _record(self, entry: dict[str, Any], arguments: Any, began_at: float) -> None:
         try:
             home = self._workshop().home
+            if entry["outcome"] == "cancelled" and (run_ids := self._started(arguments, began_at)):
+                entry["changed"] = {"run_ids": run_ids}
             if entry["outcome"] != "done" and not home.path.exists():
                 return  # a refused call makes nothing, not even a home
             secrets = self._known_secrets()
@@ -164,6 +170,15 @@ class Gate:
             AuditTrail(home.path).append({**entry, "arguments": shorten(arguments, secrets)})
         except Exception as error:  # the caller must still get the answer
             logger.warning("The audit trail could not be written: %s", error)
+
+    def _started(self, arguments: Any, since: float) -> list[str]:
+        """The runs of a call's draft that were started since, for a call whose answer is lost."""
+        draft_id = arguments.get("draft_id") if isinstance(arguments, Mapping) else None
+        if not isinstance(draft_id, str):
+            return []
+        with suppress(TopropeError):
+            return [start.run_id for start in self._workshop().index.starts(draft_id) if start.at >= since]
+        return []
 
     def _known_secrets(self) -> list[str]:
         from toprope_tools.runs.logs import owners_secrets

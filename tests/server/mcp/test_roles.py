@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import anyio
 import pytest
@@ -12,8 +13,9 @@ from toprope_server.cli.install import plan
 from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role, owners_role, role_of_arguments
 from toprope_server.mcp.tool_registry import INSTRUCTIONS
+from toprope_tools.planning.environments import select_environment
 
-from tests.support.tools_house import make_workshop, start_run
+from tests.support.tools_house import do, make_workshop, start_run
 from toprope.errors import InvalidValue
 from toprope.records.audit import AuditTrail
 
@@ -239,6 +241,37 @@ def test_every_call_is_in_the_audit_trail(tmp_path):
     assert lines[1]["arguments"] == {"run_id": "[secret]", "api_key": "[secret]"}
     assert lines[0]["by"]["client"]
     assert not AuditTrail(shop.home.path).verify().problems
+
+
+def test_a_cancelled_start_is_in_the_audit_trail_with_its_run(tmp_path):
+    shop, launcher = make_workshop(tmp_path)
+    draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    began, submit = anyio.Event(), launcher.submit
+
+    def slowly(folder, variables, lock=None):
+        anyio.from_thread.run_sync(began.set)
+        time.sleep(0.2)
+        submit(folder, variables, lock)
+
+    launcher.submit = slowly
+
+    async def work(client):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.call_tool, "start_training", {"draft_id": draft})
+            await began.wait()
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(10):
+            while not (lines := list(AuditTrail(shop.home.path).lines())):
+                await anyio.sleep(0.02)
+        return lines
+
+    try:
+        [line] = ask(shop, work)
+        [run] = shop.statuses()
+    finally:
+        launcher.close()
+    assert (line["did"], line["outcome"]) == ("start_training", "cancelled")
+    assert line["changed"] == {"run_ids": [run.run_id]}
 
 
 @pytest.mark.parametrize(
