@@ -1,5 +1,5 @@
 // A client's frame: answers come from app tools, through the host. Nothing is pushed, so the page asks every five seconds.
-import type { Answer, Change } from "../contract/common.ts";
+import type { Answer, Change, Now } from "../contract/common.ts";
 import { Host, type HostContext } from "./host.ts";
 import { type Action, type Done, type Question, Refusal, type Source } from "./source.ts";
 
@@ -46,7 +46,7 @@ function openedBy(result: ToolResult): Opened {
 export class Client implements Source {
   readonly place = "client";
   readonly screens = ["now", "runs", "compare", "rope"];
-  readonly readOnly = false;
+  readOnly = false;
   private given: Answer | null = null;
 
   constructor(private readonly host: Host) {}
@@ -60,10 +60,16 @@ export class Client implements Source {
     const given = this.given as (Answer & { run_id?: string }) | null;
     if (given && given.what === question.what && given.run_id === question.run_id && !question.after) {
       this.given = null;
-      return given as unknown as T;
+      return this.noted(given) as T;
     }
     const result = await this.call("look", question);
-    return result.structuredContent as unknown as T;
+    return this.noted(result.structuredContent as unknown as Answer) as T;
+  }
+
+  /** Learn from an answer that the server only shows. */
+  private noted(answer: Answer): Answer {
+    if (answer.what === "now") this.readOnly = (answer as Now).read_only;
+    return answer;
   }
 
   async act(action: Action): Promise<Done> {

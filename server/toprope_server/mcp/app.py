@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from pydantic import AnyUrl
     from toprope_tools.workshop import Workshop
 
+    from toprope_server.http.principals import Principal
+
 logger = logging.getLogger("toprope.server")
 
 
@@ -104,6 +106,11 @@ class TopropeServer(MCPServer[Any]):
         """The one workshop of this server, opened at the first use."""
         return self._open_workshop()
 
+    def offers(self, tool: str, principal: Principal | None) -> bool:
+        """True if a caller has the tool; the principal of a token may have fewer than the server."""
+        spec = self._specs.get(tool)
+        return spec is not None and (principal is None or principal.role.allows(spec))
+
     async def call_tool(
         self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None
     ) -> CallToolResult | InputRequiredResult:
@@ -113,10 +120,10 @@ class TopropeServer(MCPServer[Any]):
             return _failure(self._no_such_tool(name))
         result = await self._answer(spec, arguments, context)
         if spec.toolset == "hermes" and isinstance(result, CallToolResult) and result.is_error:
-            from toprope_server.tool_specs.hermes import json_text
+            from toprope_server.tool_specs.hermes import in_hermes_words, json_text
 
             texts = [part.text for part in result.content if isinstance(part, TextContent)]
-            result.content = [json_text({"error": "\n".join(texts)})]
+            result.content = [json_text({"error": in_hermes_words("\n".join(texts), self._specs)})]
         return result
 
     async def _answer(
@@ -149,7 +156,7 @@ class TopropeServer(MCPServer[Any]):
 
     def _no_such_tool(self, name: str) -> str:
         """Explain that a name cannot be called, and list those that can."""
-        offered = f"The tools are: {', '.join(self._specs)}."
+        offered = f"The tools are: {', '.join(name for name, spec in self._specs.items() if not spec.for_pages)}."
         if any(spec.name == name for spec in ALL_TOOLS):
             return (
                 f"{name} is not offered here: the owner started this server with fewer tools. Nothing was changed.\n"

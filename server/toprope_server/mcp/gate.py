@@ -132,7 +132,8 @@ class Gate:
         try:
             if principal is not None and spec is not None and not role.allows(spec):
                 outcome = "refused"
-                allowed = ", ".join(tool_spec.name for tool_spec in self._specs.values() if role.allows(tool_spec))
+                specs = [tool_spec for tool_spec in self._specs.values() if not tool_spec.for_pages]
+                allowed = ", ".join(tool_spec.name for tool_spec in specs if role.allows(tool_spec))
                 text = f"{name} is not offered to this token: the owner gave it fewer tools. Nothing was changed."
                 return CallToolResult(
                     content=[TextContent(type="text", text=f"{text}\nThe tools are: {allowed}.")], is_error=True

@@ -142,6 +142,8 @@ class _WorkshopServer(Protocol):
     @property
     def workshop(self) -> Workshop: ...
 
+    def offers(self, tool: str, principal: Any) -> bool: ...
+
 
 def workshop_of(ctx: Context) -> Workshop:
     """The server's workshop, opened at the first call."""
@@ -156,9 +158,17 @@ def client_of(ctx: Context) -> Client:
 
 def name_of(ctx: Context) -> str:
     """The caller's token and name, which tell clients of one server apart."""
-    request = ctx.request_context.request
-    principal = getattr(request, "scope", {}).get("state", {}).get(PRINCIPAL)
-    return f"{getattr(principal, 'name', '')}/{client_of(ctx).name}"
+    return f"{getattr(_principal_of(ctx), 'name', '')}/{client_of(ctx).name}"
+
+
+def may_call(ctx: Context, tool: str) -> bool:
+    """True if the caller is offered another tool, too."""
+    return cast(_WorkshopServer, ctx.mcp_server).offers(tool, _principal_of(ctx))
+
+
+def _principal_of(ctx: Context) -> Any:
+    """The Principal of a token, which modules of tools do not know; None without tokens."""
+    return getattr(ctx.request_context.request, "scope", {}).get("state", {}).get(PRINCIPAL)
 
 
 def caller_of(ctx: Context) -> Caller:

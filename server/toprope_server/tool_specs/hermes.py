@@ -6,7 +6,8 @@ Names, parameters and results are Hermes': the answer is one JSON object, also o
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable
+import re
+from collections.abc import Awaitable, Collection
 from typing import Annotated, Any
 
 from mcp.server.elicitation import ElicitationResult
@@ -51,6 +52,15 @@ _RUNS = "rl_list_runs lists the runs."
 def json_text(structure: dict[str, Any]) -> TextContent:
     """An answer in the form of Hermes' tools."""
     return TextContent(type="text", text=json.dumps(structure, ensure_ascii=False, separators=(",", ":")))
+
+
+def in_hermes_words(text: str, offered: Collection[str]) -> str:
+    """Name Hermes' tools in place of ours that are not offered, without our arguments."""
+    names = {spec.name.removeprefix("rl_"): spec.name for spec in hermes_tools} | {
+        "get_config": "rl_get_current_config"
+    }
+    pattern = "|".join(name for name in names if name not in offered)
+    return re.sub(rf"\b({pattern})\b(\([^()]*\))?", lambda found: names[found[1]], text) if pattern else text
 
 
 async def _json_result(result: Awaitable[dict[str, Any]]) -> CallToolResult:

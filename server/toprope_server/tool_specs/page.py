@@ -11,7 +11,7 @@ from mcp.server.mcpserver import Context
 from mcp.types import CallToolResult, TextContent
 from pydantic import BaseModel, Field
 
-from toprope_server.tool_specs.base import READS, ToolGroup, workshop_of
+from toprope_server.tool_specs.base import READS, ToolGroup, may_call, workshop_of
 
 if TYPE_CHECKING:
     from toprope_tools.page.source import PageSource
@@ -107,10 +107,10 @@ async def look(
 
 
 def _source(ctx: Context) -> PageSource:
-    """The source of this server's pages, made at the first call."""
+    """The source of this server's pages, made at the first call. Stopping is all that they can do."""
     from toprope_tools.page.source import source_of
 
-    return source_of(workshop_of(ctx))
+    return source_of(workshop_of(ctx), read_only=not may_call(ctx, "stop_training"))
 
 
 def _plain(answer: Any) -> dict[str, Any]:

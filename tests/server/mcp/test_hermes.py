@@ -10,6 +10,7 @@ from mcp.client import Client
 from mcp.types import Implementation
 from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role
+from toprope_server.tool_specs.hermes import in_hermes_words
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.runs import Started
 from toprope_tools.hermes import _tested
@@ -220,6 +221,17 @@ def test_keys_of_lent_tools_are_not_shown(tmp_path):
 
     chosen, listed = talk(shop, work)
     assert chosen["file_path"] == "orchestrator" and "4711" not in json.dumps([chosen, listed])
+
+
+def test_hints_name_the_tools_that_are_offered(house):
+    async def work(_, call):
+        return (await call("rl_get_results", run_id="no-such-run-1234"))["error"]
+
+    assert "\nrl_list_runs names" in talk(house[0], work)
+    assert "\nlist_runs names" in talk(house[0], work, sets="hermes,read")
+    ours = 'Next: check_status(run_ids=["a"], wait_s=45); get_config shows it; rl_stop_training ends it; read_logs.'
+    theirs = "Next: rl_check_status; rl_get_current_config shows it; rl_stop_training ends it; read_logs."
+    assert in_hermes_words(ours, {}) == theirs
 
 
 def test_equal_calls_at_once_share_one_test(house, monkeypatch):

@@ -14,6 +14,7 @@ from mcp.client.extension import ClientExtension
 from mcp.server.apps import APP_MIME_TYPE, EXTENSION_ID
 from mcp.shared.exceptions import MCPError
 from toprope_server.mcp.app import TopropeServer
+from toprope_server.mcp.roles import Role
 from toprope_server.tool_specs.page import FIRST_LOOK, PAGE_URI
 from toprope_tools.page.source import MOST_CHARACTERS
 from toprope_tools.workshop import Workshop
@@ -51,9 +52,11 @@ def talk(request: pytest.FixtureRequest, house: House, tmp_path: Path) -> Talk:
     bundle = make_bundle(tmp_path / "page")
     (bundle / "app.html").write_text("<!doctype html><title>app</title>")
 
-    def run(work: Callable[[Client], Awaitable[Any]], *, shows: bool = True, built: bool = True) -> Any:
+    def run(
+        work: Callable[[Client], Awaitable[Any]], *, shows: bool = True, built: bool = True, role: Role | None = None
+    ) -> Any:
         async def main() -> Any:
-            server = TopropeServer(lambda: house[0], bundle=bundle if built else tmp_path)
+            server = TopropeServer(lambda: house[0], role, bundle=bundle if built else tmp_path)
             with anyio.fail_after(60):
                 extensions = [Shows()] if shows else None
                 async with Client(server, mode=request.param, extensions=extensions) as client:
@@ -117,6 +120,25 @@ def test_show_gives_text_to_the_model_and_the_first_look_to_the_page(talk: Talk,
         assert now.meta[FIRST_LOOK]["what"] == "now"  # type: ignore[index]
 
     talk(work)
+
+
+def test_page_offers_to_stop_only_what_its_client_may_stop(talk: Talk, house: House) -> None:
+    run_id = long_run(house, 30)
+
+    async def work(client: Client) -> tuple[bool, bool]:
+        run = await client.call_tool("look", {"what": "run", "run_id": run_id})
+        now = await client.call_tool("look", {"what": "now"})
+        return run.structured_content["live"]["may"]["stop"], now.structured_content["read_only"]  # type: ignore[index]
+
+    assert talk(work) == (True, False)
+    assert talk(work, role=Role.of(True)) == (False, True)
+    assert talk(work, role=Role.of(sets="plan,read")) == (False, True)
+
+
+def test_page_tools_are_not_named_where_tools_are_listed(talk: Talk) -> None:
+    refused = talk(lambda client: client.call_tool("nothing_like_it", {}), shows=False)
+    assert "check_status" in refused.content[0].text
+    assert not {"show", "look"} & set(refused.content[0].text.rstrip(".").split(", "))
 
 
 def test_clients_without_the_extension_get_text(talk: Talk, house: House) -> None:

@@ -52,7 +52,7 @@ class PageSource:
 
     Args:
         owner: The page is the owner's dashboard.
-        read_only: The dashboard changes nothing.
+        read_only: The page changes nothing.
     """
 
     def __init__(self, workshop: Workshop, *, owner: bool, read_only: bool = False) -> None:
@@ -164,11 +164,12 @@ class PageSource:
         return shapes.Run(what="run", at=time.time(), run_id=run_id, gone=False, fixed=fixed, live=live)
 
 
-def source_of(workshop: Workshop) -> PageSource:
-    """The source of pages in clients, one for each workshop."""
-    source = workshop.pages.get("client")
+def source_of(workshop: Workshop, *, read_only: bool) -> PageSource:
+    """The source of pages in clients: one of each workshop for those that may stop runs, and one for the others."""
+    kind = "reader" if read_only else "client"
+    source = workshop.pages.get(kind)
     if not isinstance(source, PageSource):
-        source = workshop.pages["client"] = PageSource(workshop, owner=False)
+        source = workshop.pages[kind] = PageSource(workshop, owner=False, read_only=read_only)
     return source
 
 
