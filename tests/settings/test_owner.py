@@ -34,6 +34,8 @@ def test_owner_files_take_precedence_over_shipped(tmp_path):
     assert home.locks().source == tmp_path / "config" / "locks.yaml"
     assert list(home.locks()) == []
     preset = load_preset("cpu-embedded", home.preset_folders)
+    with pytest.raises(NotFound, match="There is no preset 'nopreset'. Presets: .*cpu-embedded.*"):
+        load_preset("nopreset", home.preset_folders)
     assert preset.config("x").budget.steps == 7
 
 

@@ -74,7 +74,7 @@ def load_preset(name: str, folders: Sequence[Path]) -> Preset:
     """
     files = list_presets(folders)
     if name not in files:
-        raise NotFound(f"There is no preset {shown(name)}.", hint=nearest(name, files))
+        raise NotFound(f"There is no preset {shown(name)}. Presets: {', '.join(files)}.", hint=nearest(name, files))
     path = files[name]
     data = check_keys(read_yaml(path), ("description", "config", "environments", "models", "locks"), str(path))
     sections = check_keys(data.get("config") or {}, SECTIONS, f"{path}, config")

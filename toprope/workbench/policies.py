@@ -22,6 +22,8 @@ from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.settings.owner import Home, OwnerSettings
+from toprope.supervisor.launchers.claims import is_kept
+from toprope.text_format import call
 from toprope.training.hosted.policy import FILE, WEIGHTS, HostedPolicy
 from toprope.training.policy.export import DTYPES, FORMS
 from toprope.trajectories.datasets.store import DatasetStore
@@ -64,7 +66,7 @@ def policy_order(
         InvalidValue: Unknown form or dtype, no adapters or some over another run's weights, not a repository, or
             llama.cpp's converter is missing.
         DiskFull: There is too little room.
-        NotPossibleNow: The packages that load models are not installed.
+        NotPossibleNow: The run is live, or the packages that load models are not installed.
     """
     settings = home.settings()
     if agent:
@@ -78,6 +80,11 @@ def policy_order(
         raise InvalidValue(f"{shown(repository)} is not a repository.", hint="It has the form account/name.")
     run_id, step = split_step(policy_name)
     folder = RunFolder.open(home.runs, run_id)
+    if not (status := Status.read(folder)).ended and is_kept(folder):  # its trainer removes older checkpoints
+        raise NotPossibleNow(
+            f"{run_id} is {status.state}: its checkpoints still change.",
+            hint=f"{call('check_status', run_ids=[run_id], wait_s=45)} waits for its end.",
+        )
     checkpoint = checkpoint_of(folder, step)
     model = checkpoint.path / "model"
     adapters = (model / "adapter_config.json").is_file()

@@ -47,7 +47,7 @@ async def preview_to_show(
     """
     if preview or not _can_ask(ctx):
         return None
-    from toprope_tools.planning.preview_text import said
+    from toprope_tools.planning.preview_text import asked_about, said
 
     from toprope.records.run.specification import training_plan
     from toprope.workbench.launch.start import StartRequest
@@ -56,7 +56,7 @@ async def preview_to_show(
     draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
     request = StartRequest(draft, training_plan(draft.config), name, seeds, key=key)
     wanted = await to_thread.run_sync(workshop.starter.consent_wanted, request)
-    return None if wanted is None else Preview(said(wanted), wanted.hash)
+    return None if wanted is None else Preview(asked_about(draft, said(wanted)), wanted.hash)
 
 
 async def sweep_preview_to_show(

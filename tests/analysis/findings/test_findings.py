@@ -437,5 +437,7 @@ def test_scorer_that_told_answers_apart_is_not_accused(rule: str, spread: float)
 
 def test_fields_are_not_blamed_where_no_task_is_ever_solved() -> None:
     assert found("group_too_small", config(rollout__group_size=2, rollout__groups_per_step=16), **NOTHING) == []
+    [small] = found("group_too_small", config(rollout__group_size=2, rollout__groups_per_step=4), **NOTHING)
+    assert small.what == "Groups of 2: 0 % of them carry signal. A step compares 8 answers."
     still = {**NOTHING, "kl": 0.001, "loss": 0.001}
     assert found("kl_weight", config(algorithm__beta=1.0), **still) == []

@@ -61,6 +61,7 @@ def test_agreement_starts_the_previewed_run(house, mode):
     assert not result.is_error, result.content
     assert len(result.structured_content["run_ids"]) == 2
     [question] = asked
+    assert "revision 1: environment dice, policy embedded." in question.message
     assert "2 runs" in question.message and "time unknown" in question.message and "(hash " in question.message
     assert not Approvals(house.home).pending(), "nothing waits that would start a second time"
 
@@ -158,6 +159,7 @@ def test_sweep_asks_for_consent_as_training_does(house, mode, agrees):
     result = talk(house, mode, work, **answering("accept", {"start": agrees}, asked))
     [question] = asked
     assert "Start this sweep?" in question.message and "4 runs" in question.message and "(hash " in question.message
+    assert "environment dice, policy embedded." in question.message
     assert result.is_error is not agrees, result.content
     assert len(house.statuses()) == int(agrees)
 

@@ -1,5 +1,6 @@
 """Experiments and the handoff, as an agent meets them."""
 
+import re
 import time
 
 import pytest
@@ -30,6 +31,9 @@ def test_experiment_is_noted_amended_and_handed_over(house):
     shop, launcher = house
     assert "nothing has run yet" in do(get_handoff, shop).text
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    first = trained(shop, launcher, draft, 2e-4, 0.2)
+    noting = re.search(r"Set one with note_experiment\((.*)\)\.", do(get_handoff, shop).text)[1]
+    assert noting == f'hypothesis="...", run_ids=["{first}"], goal="..."'
     noted = do(note_experiment, shop, hypothesis="a lower rate is calmer", draft_id=draft, goal="0.9 on held-out")
     identity = noted.data.experiment.id
     run = trained(shop, launcher, draft, 1e-4, 0.3)

@@ -16,10 +16,12 @@ from openai import AuthenticationError, OpenAI
 
 from tests.support.run_engines import GGUF
 from tests.support.services.hub_stand_in import HubStandIn
+from tests.support.tools_house import become
 from tests.tools.policies.house import export, greedy, toprope, trained
-from toprope.errors import ComponentFailed, InvalidValue, LockedField, NotFound
+from toprope.errors import ComponentFailed, InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.records.run.checkpoints import checkpoint_of, seal
 from toprope.records.run.manifest import Manifest, Policy
+from toprope.records.run.status import Status
 from toprope.workbench import policies
 from toprope.workbench.launch.lineage import base_of, policy_named
 
@@ -41,6 +43,16 @@ def logits(folder):
 
     with torch.inference_mode():
         return AutoModelForCausalLM.from_pretrained(folder)(input_ids=torch.arange(4, 20)[None]).logits
+
+
+def test_a_live_run_is_not_exported(shop, full):
+    ended = Status.read(full)
+    become(full, "training", ended_at=None)
+    try:
+        with pytest.raises(NotPossibleNow, match="is training: its checkpoints still change"):
+            export(shop, f"{full.run_id}@2")
+    finally:
+        ended.write(full)
 
 
 def test_checkpoints_are_named_by_run_and_step(shop, full):

@@ -196,6 +196,8 @@ def test_incomparable_runs_are_refused_with_differences(house, draft):
         do(compare_runs, shop, a=[one], b=[other])
     changed = {"loaded": {"environment": "e2", "toprope": "t1"}, "versions": {}}
     finish(shop, launcher, one, 40)
+    with pytest.raises(InvalidValue, match="On both sides.*A run can be on one side only"):
+        do(compare_runs, shop, a=[one], b=[one])
     finish(shop, launcher, other, 60, evaluator=changed)
     with pytest.raises(InvalidValue, match="environment's source .*e1 .*e2"):
         do(compare_runs, shop, a=[one], b=[other])
@@ -326,7 +328,7 @@ def test_preview_says_unknown_until_a_run_has_measured(house, draft):
     assert alike["estimates"]["wall_hours"]["value"] == pytest.approx(550 / 3600, rel=1e-3)
     assert "that differ in optimizer.micro_batch_size" in alike["basis"]
     do(edit_config, shop, draft_id=draft, changes={"rollout.group_size": 16})
-    assert "Unknown" in do(start_training, shop, draft_id=draft, preview=True).text
+    assert "trained at least 5 steps in one attempt" in do(start_training, shop, draft_id=draft, preview=True).text
 
 
 def test_preview_of_fine_tuning_counts_its_own_steps(house, draft):

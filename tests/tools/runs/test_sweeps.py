@@ -169,6 +169,8 @@ def test_confirmation_is_bound_to_whole_sweep(house):
         started(shop, draft_id=draft, population=5, options={"confirm": agreed})
     with pytest.raises(NotPossibleNow, match="confirmed"):
         started(shop, draft_id=draft, options={"confirm": agreed})
+    [asked] = Approvals(shop.home).pending()
+    assert asked.text.startswith("a sweep of 7 runs, environment dice") and "7 runs" in shown.text
     Approvals(shop.home).approve(agreed)
     assert started(shop, draft_id=draft, options={"confirm": agreed}).data.run_id
 

@@ -19,6 +19,7 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.run.digests import sha256_of
 from toprope.records.run.status import CrewMember, EventLog, Failure
+from toprope.records.run.usage import Usage
 from toprope.settings.schema import Config
 
 
@@ -290,6 +291,8 @@ def test_runs_are_listed_filtered_and_paged(house):
     second = do(list_runs, shop, cursor=first.data.next_cursor)
     assert [item.run_id for item in first.data.runs + second.data.runs] == [run.run_id for run in runs]
     assert second.data.next_cursor is None
+    last = do(list_runs, shop, cursor=f"{runs[-1].run_id}@{runs[-1].created_at!r}")
+    assert last.text == "This page is past the end: the list has 23 runs." and last.data.total == 23
     asked = do(list_runs, shop, query="sort_letters", state="live")
     assert f'list_runs(state="live", query="sort_letters", cursor="{asked.data.next_cursor}")' in asked.text
     assert [item.run_id for item in do(list_runs, shop, state="ended").data.runs] == [runs[3].run_id]
@@ -317,7 +320,9 @@ def test_results_of_live_run_show_existing_parts(run):
     shop, folder = run
     step(folder, 10)
     write_json(folder.evaluation("before"), evaluation(6))
+    Usage(at=time.time() - 8).write(folder)
     answer = do(get_results, shop, run_id=folder.run_id)
+    assert "Taken, as measured 8 s ago: 0 s of wall time" in answer.text
     assert answer.data.complete is False
     assert "It has not ended" in answer.text
     assert "before: held-out accuracy (sampled) 3.0% [1.4%, 6.4%] on 200 tasks" in answer.text

@@ -7,7 +7,9 @@ from typing import Any
 from toprope.errors import Corrupt, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.usage import Usage
-from toprope.text_format import duration
+from toprope.text_format import ago, duration
+from toprope.untrusted import named
+from toprope.workbench.drafts import Draft
 from toprope.workbench.launch.preview import Estimate, Preview
 from toprope.workbench.launch.start import ConfirmationNeeded
 
@@ -43,6 +45,12 @@ def said(preview: Preview) -> str:
     return "\n".join(lines)
 
 
+def asked_about(draft: Draft, costs: str) -> str:
+    """Return what a client shows a person: the draft that would start, by its own names, and what that would take."""
+    environment, policy = named(draft.environment.name), named(draft.config.policy.model)
+    return f"{draft.id} revision {draft.revision}: environment {environment}, policy {policy}.\n{costs}"
+
+
 def structured(preview: Preview) -> dict[str, Any]:
     """Return the preview for an answer's structure; unknown quantities are null."""
     estimates = {
@@ -61,8 +69,11 @@ def structured(preview: Preview) -> dict[str, Any]:
     }
 
 
-def used(folder: RunFolder) -> tuple[list[str], dict[str, Any] | None]:
-    """Return a run's usage so far as lines and as a structure; empty and None if it was not measured."""
+def used(folder: RunFolder, *, live: bool) -> tuple[list[str], dict[str, Any] | None]:
+    """Return a run's usage so far as lines and as a structure; empty and None if it was not measured.
+
+    A keeper measures now and then: of a live run the line says when.
+    """
     try:
         usage = Usage.read(folder)
     except Corrupt:
@@ -75,7 +86,8 @@ def used(folder: RunFolder) -> tuple[list[str], dict[str, Any] | None]:
     parts += [f"{usage.peak_memory_bytes / 1e9:.2g} GB of memory at most", f"{usage.disk_bytes / 1e9:.2g} GB on disk"]
     if usage.usd is not None:
         parts.append(f"{usage.usd:.3g} USD")
-    return [f"Taken: {', '.join(parts)}."], usage.model_dump(mode="json", exclude={"version", "days"})
+    measured = f", as measured {ago(usage.at)}" if live and usage.at else ""
+    return [f"Taken{measured}: {', '.join(parts)}."], usage.model_dump(mode="json", exclude={"version", "days"})
 
 
 def ask_to_confirm(refused: ConfirmationNeeded) -> NotPossibleNow:

@@ -46,9 +46,11 @@ def compared_sides(workshop: Workshop, a: list[str], b: list[str]) -> Answer:
     sides = [_side(workshop, ids, label) for ids, label in ((a, "a"), (b, "b"))]
     side_a, side_b = sides
     if problems := unlike(side_a, side_b):
+        hint = "Compare runs of the same environment, knobs, tasks and evaluator, or start both anew."
+        if {run.run_id for run in side_a.runs} & {run.run_id for run in side_b.runs}:
+            hint = "A run can be on one side only; list_runs names others."
         raise InvalidValue(
-            "These cannot be compared:\n" + "\n".join(f"- {clip(problem, 500)}" for problem in problems),
-            hint="Compare runs of the same environment, knobs, tasks and evaluator, or start both anew.",
+            "These cannot be compared:\n" + "\n".join(f"- {clip(problem, 500)}" for problem in problems), hint=hint
         )
     measured_tasks = {len(run.sampled.tasks) for run in (*side_a.runs, *side_b.runs)}
     side_a, side_b = on_shared_tasks(side_a, side_b)

@@ -120,7 +120,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
             f"Failed: {failure.component}{kind}: {marked(failure.reason, 400)} {clip(failure.hint, 300)}".rstrip()
         )
         lines += marked_lines(failure.excerpt[-5:], 200)
-    usage_lines, usage = used(folder)
+    usage_lines, usage = used(folder, live=not status.ended)
     lines += usage_lines
     integrity_lines, checks = integrity_section(
         workshop, run_id, report.integrity, ended=status.ended, detailed=detailed

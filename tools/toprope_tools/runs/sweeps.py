@@ -26,7 +26,7 @@ from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.planning.fit import memory_warning, misfits_of
-from toprope_tools.planning.preview_text import said, structured
+from toprope_tools.planning.preview_text import asked_about, said, structured
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -148,7 +148,7 @@ async def consent_wanted(
             return None
         request, plan = _request(workshop, draft, space, strategy, population, epochs, checked_options, None)
         preview = workshop.starter.consent_wanted(request)
-        return None if preview is None else (_describe_preview(preview, plan), preview.hash)
+        return None if preview is None else (asked_about(draft, _describe_preview(preview, plan)), preview.hash)
 
     return await to_thread.run_sync(work)
 

@@ -46,7 +46,9 @@ async def list_runs(
     runs = select_runs(runs, state, query)
     total = len(runs)
     start, page, next_cursor = page_of(runs, cursor, _PAGE)
-    if not page:
+    if not page and total:
+        text = f"This page is past the end: the list has {plural(total, 'run')}."
+    elif not page:
         subject = f"{state} runs" if state != "any" else "runs"
         text = f"There are no {subject}{f' with {query!r}' if query else ''}. start_training starts one from a draft."
     else:

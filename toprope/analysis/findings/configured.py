@@ -55,8 +55,9 @@ def group_too_small(history: TrainingHistory) -> Symptom | None:
         return None
     return mended(
         "warning",
-        f"Groups of {size}: {share(signal)} of them carry signal, groups of {larger} would: {share(expected)}. A step "
-        f"compares {size * groups} answers.",
+        f"Groups of {size}: {share(signal)} of them carry signal"
+        + (f", groups of {larger} would: {share(expected)}" if expected > signal else "")
+        + f". A step compares {size * groups} answers.",
         {"group_size": size, "signal_share": signal, "expected_at_larger": expected, "answers_per_step": size * groups},
         {"rollout.group_size": larger},
         "high" if expected > 1.5 * signal else "medium",

@@ -15,7 +15,7 @@ from toprope.analysis.statistics.plateau import comparable, noise_floor, plateau
 from toprope.records.experiments import Experiment
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import sweep_of
-from toprope.text_format import ago, percent
+from toprope.text_format import ago, call, percent
 from toprope.untrusted import RULE, marked
 
 _MOST_BYTES = 32_000
@@ -65,7 +65,8 @@ def _goals(standing: Standing) -> list[str]:
         return ["GOAL", *(f"- {name}: {marked(goal, 400)}" for name, goal in newest)]
     names = list(dict.fromkeys(run.environment for run in standing.runs if run.environment))[:5]
     if names:
-        return [f"GOAL: none noted. Trained so far: {', '.join(names)}. Set one with note_experiment(goal=...)."]
+        noting = call("note_experiment", hypothesis="...", run_ids=[standing.runs[0].run_id], goal="...")
+        return [f"GOAL: none noted. Trained so far: {', '.join(names)}. Set one with {noting}."]
     return ["GOAL: none noted, and nothing has run yet. Begin with list_environments."]
 
 

@@ -150,6 +150,8 @@ def summarize(specifications: Sequence[Specification], costs: Preview) -> str:
     """Say in one line what would start and what it may take, for the person who approves it."""
     first = specifications[0]
     started = f"{costs.count} runs of kind {first.kind}" if costs.count > 1 else f"a run of kind {first.kind}"
+    if first.sweep is not None:
+        started = f"a sweep of {first.sweep.runs} runs"
     whose = f"repeats {first.reproduces}" if first.reproduces else f"{first.draft_id} revision {first.draft_revision}"
     models = [model.name for model in first.test.models] if first.test else []
     models += [first.teacher.name] if first.teacher else []
@@ -177,7 +179,7 @@ def details_of(specifications: Sequence[Specification], costs: Preview, why: str
         "environment": first.environment.name,
         "draft_id": first.draft_id,
         "changes": clip(", ".join(f"{name} {value(now)}" for name, (_, now) in first.beside_preset.items()), 400),
-        "runs": costs.count,
+        "runs": costs.count if first.sweep is None else first.sweep.runs,
         "steps": costs.steps,
         "caps": costs.caps,
         "estimates": {
@@ -275,7 +277,10 @@ def _basis(first: Specification, measured: Sequence[_Measured], in_common: str, 
     if measured:
         many = f"{len(measured)} earlier runs" if len(measured) > 1 else "one earlier run"
         return f"Measured on this machine in {many} of {in_common}: {', '.join(run.run_id for run in measured[:3])}."
-    text = "Unknown: no run of this environment, policy and batch has trained on this machine yet."
+    text = (
+        f"Unknown: no run of this environment, policy and batch has trained at least {_FEWEST_STEPS} steps in one "
+        "attempt on this machine yet."
+    )
     if first.run_kind.samples and (rate := _sampling_rate(first, runs)) is not None:
         run_id, answers_s = rate
         rollout = first.config.rollout
@@ -284,7 +289,7 @@ def _basis(first: Specification, measured: Sequence[_Measured], in_common: str, 
             f" In the test {run_id} {answers_s:.3g} answers a second were sampled, so sampling alone takes about "
             f"{at_least:.3g} s a step; training was not measured."
         )
-    return text + " A short run with few steps would measure it."
+    return text + " A short run would measure it."
 
 
 def _comparable_runs(first: Specification, runs: Path) -> tuple[list[_Measured], str]:
