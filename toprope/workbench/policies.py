@@ -66,7 +66,7 @@ def policy_order(
         InvalidValue: Unknown form or dtype, no adapters or some over another run's weights, not a repository, or
             llama.cpp's converter is missing.
         DiskFull: There is too little room.
-        NotPossibleNow: The run is live, or the packages that load models are not installed.
+        NotPossibleNow: A live run is removing the checkpoint, or the packages that load models are not installed.
     """
     settings = home.settings()
     if agent:
@@ -80,12 +80,15 @@ def policy_order(
         raise InvalidValue(f"{shown(repository)} is not a repository.", hint="It has the form account/name.")
     run_id, step = split_step(policy_name)
     folder = RunFolder.open(home.runs, run_id)
-    if not (status := Status.read(folder)).ended and is_kept(folder):  # its trainer removes older checkpoints
+    try:
+        checkpoint = checkpoint_of(folder, step)
+    except Corrupt as error:
+        if (status := Status.read(folder)).ended or not is_kept(folder):
+            raise
         raise NotPossibleNow(
-            f"{run_id} is {status.state}: its checkpoints still change.",
-            hint=f"{call('check_status', run_ids=[run_id], wait_s=45)} waits for its end.",
-        )
-    checkpoint = checkpoint_of(folder, step)
+            f"{run_id} is {status.state}, and its trainer removes older checkpoints: {error.message}",
+            hint=f"Name a later step, or wait for its end: {call('check_status', run_ids=[run_id], wait_s=45)}.",
+        ) from None
     model = checkpoint.path / "model"
     adapters = (model / "adapter_config.json").is_file()
     if not model.is_dir():

@@ -45,13 +45,16 @@ def logits(folder):
         return AutoModelForCausalLM.from_pretrained(folder)(input_ids=torch.arange(4, 20)[None]).logits
 
 
-def test_a_live_run_is_not_exported(shop, full):
-    ended = Status.read(full)
+def test_a_checkpoint_that_a_live_run_removes_is_not_called_damaged(shop, full, monkeypatch):
+    ended, state = Status.read(full), full.checkpoints / "step-000002" / "state.json"
     become(full, "training", ended_at=None)
+    monkeypatch.setattr(policies, "is_kept", lambda folder: True)
+    state.rename(state.with_name("aside"))
     try:
-        with pytest.raises(NotPossibleNow, match="is training: its checkpoints still change"):
+        with pytest.raises(NotPossibleNow, match="is training, and its trainer removes older checkpoints"):
             export(shop, f"{full.run_id}@2")
     finally:
+        state.with_name("aside").rename(state)
         ended.write(full)
 
 
