@@ -1,4 +1,4 @@
-"""A mirrored run whose server has no room for a while, reaches its limit or starts again."""
+"""A mirrored run whose server has no room, reaches its limit or starts again, or whose job is killed; scores."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import pytest
 from tests.supervisor.launchers.test_mirror import Sides, make_checkpoint, same, sides, write_some
 from tests.support.run_harness import RunHarness
 from toprope.records.run.checkpoints import checkpoint_of
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status
 from toprope.supervisor import heartbeat
 from toprope.supervisor.launchers import cluster
 from toprope.supervisor.lock import RunLock
-from toprope.supervisor.mirror import sender
+from toprope.supervisor.mirror import far, sender
 from toprope.supervisor.mirror.receiver import Receiver
+from toprope.supervisor.mirror.sender import Sender
+from toprope.supervisor.mirror.wire import Wire
 
 __all__ = ["sides"]  # the fixture
 
@@ -93,3 +96,39 @@ def test_receiver_that_starts_again_takes_signs_of_life(sides: Sides) -> None:
     assert not heartbeat.is_beating(sides.here)
     sides.serve()
     assert heartbeat.is_beating(sides.here)
+
+
+def test_job_after_one_that_was_killed_while_it_fetched_erases_nothing(
+    sides: Sides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_some(sides.here, 1)
+    sides.close()
+    sides.serve()  # a receiver that knows these files
+    wire, purged = sides.wire(), RunFolder(tmp_path / "purged" / sides.here.run_id)
+    assignment = wire.ask("POST", "/begin", json={"job": f"{sides.here.run_id}.1"}).json()
+    held = {name: (sides.here.path / name).read_bytes() for name in assignment["files"]}
+    fetch = Wire.fetch
+
+    def cut(wire: Wire, path: str, target: Path) -> None:
+        if path.startswith("journal/"):
+            raise KeyboardInterrupt
+        fetch(wire, path, target)
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(Wire, "fetch", cut)
+        far._fetch(wire, purged, assignment)
+    far._fetch(wire, purged, assignment | {"delivery": 1})
+    Sender(purged, wire, 1)._look(last=False)
+    assert held == {name: (sides.here.path / name).read_bytes() for name in held}
+
+
+def test_scores_on_standard_tasks_arrive_and_the_servers_own_stay(sides: Sides) -> None:
+    scores = [folder.path / "standard" / "ask-1.json" for folder in (sides.there, sides.here)]
+    own = scores[1].with_name("ask-2.json")
+    for path in (scores[0], own):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    sides.close()
+    sides.serve()
+    sides.begin()._look(last=False)
+    assert scores[1].read_text() == "{}" and own.exists()

@@ -135,15 +135,18 @@ def _fetch(wire: Wire, folder: RunFolder, assignment: dict[str, Any]) -> None:
         keeps = assignment["delivery"] and Status.read(folder).attempt >= assignment["attempt"]
     except TopropeError:
         keeps = False
-    replaced = {"events.jsonl", "status.json"}.intersection(assignment["files"]) if not keeps else set()
-    for name in ("spec.json", "launch.json", *replaced):
+    for name in ("spec.json", "launch.json"):
         _replace(wire, folder, name, moves if name == "spec.json" else {})
     if keeps:
         return
     checkpoint, _ = newest_sound(folder, hash_bytes=_HASH_BYTES)
     for name in assignment["files"]:
-        if not (folder.path / name).exists() and not (name.startswith("checkpoints/") and checkpoint is not None):
+        if name == "status.json" or (name.startswith("checkpoints/") and checkpoint is not None):
+            continue
+        if name == "events.jsonl" or not (folder.path / name).exists():
             _replace(wire, folder, name, {})
+    # Last: it says that the folder has the attempt. After a job that was killed here, the next one fetches the rest.
+    _replace(wire, folder, "status.json", {})
     if not assignment["delivery"]:
         _prepare(folder, assignment["files"])
 

@@ -48,6 +48,8 @@ _BODY_S = 60.0
 _MOST_FILES = 10_000
 _MOST_BODIES = 4
 _STEP = "step-"
+_FINISHED = (f"checkpoints/{_STEP}", f"checkpoints/.{_STEP}")
+"""Beginnings of the path of a finished checkpoint, and of one that arrives."""
 _KEPT_FREE = 0.05
 """The part of the room of a run that only the next files get, which are small and tell how it went."""
 _TELLING = ("events.jsonl", "metrics.jsonl", "results.json", "evaluations/")
@@ -178,7 +180,7 @@ class Receiver:
         name, at = request.query["path"], int(request.query["at"])
         if name.startswith("input/"):
             path = self._inputs()[int(name.removeprefix("input/"))]
-        elif name in ("spec.json", "launch.json") or is_mirrored(name.replace(f"/{_STEP}", f"/.{_STEP}", 1)):
+        elif name in ("spec.json", "launch.json") or is_mirrored(name.replace(*_FINISHED)):
             path = self._folder.path / name
         else:
             raise ValueError(f"{name[:80]} is not offered")
@@ -251,7 +253,7 @@ class Receiver:
         folder, names = self._folder, set(map(str, body["names"]))
         (folder.path / variables_name(self._launch().attempt)).unlink(missing_ok=True)  # they have arrived
         for name in self._files - names - {"status.json"}:
-            if not name.startswith("checkpoints/"):
+            if not name.startswith(("checkpoints/", "standard/")):  # scores come from runs on both sides
                 with suppress(FileNotFoundError):
                     self._bytes -= (folder.path / name).stat().st_size
                     (folder.path / name).unlink()

@@ -142,7 +142,8 @@ class Sender:
         return {path.name: size for (path, _), size in self._bytes.items()}
 
     def _names(self) -> Iterator[str]:
-        for place in ("", "evaluations", "journal", "logs"):
+        standard = ("standard",) if (self._folder.path / "standard").is_dir() else ()
+        for place in ("", "evaluations", "journal", "logs", *standard):
             with os.scandir(self._folder.path / place) as entries:
                 for entry in entries:
                     name = f"{place}/{entry.name}" if place else entry.name

@@ -32,8 +32,8 @@ _FIRST = ("/begin", "/facts")
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 _MIRRORED = re.compile(
     r"(?!(?i:spec\.json|launch\.json|keeper\.lock|kept\.json|wanted\.json|logs/mirror\.log(?:\.1)?)\Z)"
-    r"(?!(?i:orders|crew|evaluations|journal|checkpoints|logs)\Z)"
-    rf"(?:{_NAME}|(?:evaluations|journal|logs)/{_NAME}|checkpoints/\.step-[0-9]{{6,12}}(?:/{_NAME}){{1,4}})"
+    r"(?!(?i:orders|crew|evaluations|journal|checkpoints|logs|standard)\Z)"
+    rf"(?:{_NAME}|(?:evaluations|journal|logs|standard)/{_NAME}|checkpoints/\.step-[0-9]{{6,12}}(?:/{_NAME}){{1,4}})"
 )
 """Paths that the cluster's side may write. The server owns all others, hidden ones and those of orders among
 them, in capitals too: some file systems take them for the same."""
