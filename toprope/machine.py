@@ -35,6 +35,17 @@ def boot_id() -> str:
         return ""
 
 
+@cache
+def has_pidfd() -> bool:
+    """Return True if this system shows the end of a process by a descriptor: Linux from 5.3 on, unless the seccomp
+    profile of a container forbids it."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
 def is_shutting_down() -> bool:
     """Return True if systemd ends the system's processes, as before a restart; False where it is not the init."""
     command = ["systemctl", "is-system-running"]

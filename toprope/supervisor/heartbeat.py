@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from toprope.errors import TopropeError
+from toprope.errors import NotPossibleNow, TopropeError
+from toprope.machine import has_pidfd
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import Status
 
@@ -63,7 +64,15 @@ def watch_parent(parent: int, ended: Callable[[], None]) -> None:
 
     An engine that ends its own process need not end the keeper, and one that is killed cannot: the keeper would train
     on in a place that is not its own.
+
+    Raises:
+        NotPossibleNow: The system does not show the end of a process.
     """
+    if not has_pidfd():
+        raise NotPossibleNow(
+            "The node refuses pidfd_open(2), without which a keeper would not notice the end of its engine.",
+            hint="Runs on a cluster need Linux 5.3 or newer, and containers whose seccomp profile allows that call.",
+        )
     loop = asyncio.get_running_loop()
     try:
         descriptor = os.pidfd_open(parent)

@@ -1,8 +1,9 @@
-"""Reports of a component on their way to the keeper."""
+"""Reports of a component on their way to the keeper, and its end."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 from asyncio.subprocess import PIPE
@@ -10,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from toprope.errors import NotPossibleNow
+from toprope.machine import has_pidfd
 from toprope.records.messages import Beat, Progress, Report, encode_line
+from toprope.supervisor.heartbeat import watch_parent
 from toprope.supervisor.keeper import component as component_module
 from toprope.supervisor.keeper.component import Component, Exit
-from toprope.supervisor.keeper.spawner import SpawnRequest
+from toprope.supervisor.keeper.preloading import can_preload
+from toprope.supervisor.keeper.spawner import LocalSpawner, SpawnRequest
 
 
 class StandInGuard:
@@ -144,3 +149,27 @@ def test_silent_component_of_another_node_is_cut_off_and_one_beside_the_keeper_i
         assert not found[1].is_cut_off
 
     asyncio.run(asyncio.wait_for(live(), 60))
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EPERM])
+def test_system_that_refuses_pidfds_shows_the_end_of_a_component(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(refusal, os.strerror(refusal))
+
+    async def live() -> None:
+        request = SpawnRequest([sys.executable, "-I", "-S", "-c", "pass"], dict(os.environ), tmp_path / "log", 1.0)
+        component = Component("trainer", request, LocalSpawner())
+        await component.gone.wait()
+        assert component.exit == Exit(code=0)
+        with pytest.raises(NotPossibleNow, match="refuses pidfd_open"):
+            watch_parent(os.getppid(), lambda: None)
+
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    has_pidfd.cache_clear()
+    try:
+        assert not can_preload()
+        asyncio.run(asyncio.wait_for(live(), 20))
+    finally:
+        has_pidfd.cache_clear()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 from toprope_server.cli.doctor import cluster
-from toprope_server.cli.doctor.cluster import check_cluster
+from toprope_server.cli.doctor.cluster import _judge, check_cluster
 
 from toprope.errors import InvalidValue
 from toprope.settings.clusters import Clusters
@@ -139,3 +139,5 @@ def test_probe_finds_locks_that_are_not_carried(tmp_path):
     (tmp_path / probe.HELD).touch()
     facts = probe.facts(tmp_path)
     assert facts["locks"] and not facts["lock_carried"] and abs(facts["clock_ahead_s"]) < 5
+    refusals = [one for one in _judge("lab", facts | {"pidfd": False}, "") if "pidfd_open" in one.text]
+    assert [one.level for one in refusals] == ["broken"] and facts["pidfd"]

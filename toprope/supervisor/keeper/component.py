@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from toprope.machine import has_pidfd
 from toprope.records.messages import Keys, Order, Report, decode_report, encode_line
 from toprope.supervisor import guard
 from toprope.supervisor.keeper.logs import read_tail
@@ -246,7 +247,7 @@ class Component:
         if isinstance(message, _GuardStarted):
             self.pid = message.pid
             self._started.set()
-            if self.node is None and hasattr(os, "pidfd_open"):
+            if self.node is None and has_pidfd():
                 self._hastener = self._loop.create_task(self._hasten(message.pid))
         else:
             self._set_exit(Exit(message.code, message.signal))

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from toprope.machine import has_pidfd
 from toprope.records.messages import ENV_REPORT_FD
 from toprope.supervisor.environment_variables import library_part
 from toprope.supervisor.keeper.containment import BUBBLEWRAP, level_from
@@ -50,8 +51,8 @@ _GPUS = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def can_preload() -> bool:
-    """True if forked programs work here: on Linux without a GPU."""
-    return sys.platform.startswith("linux") and not any(Path(device).exists() for device in _GPUS)
+    """True if forked programs work here: on Linux with pidfds and without a GPU."""
+    return sys.platform.startswith("linux") and has_pidfd() and not any(Path(device).exists() for device in _GPUS)
 
 
 class Preloaded:

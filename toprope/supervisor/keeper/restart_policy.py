@@ -212,7 +212,8 @@ def failure_of_keeper(error: BaseException) -> Failure:
     lines = [line for text in traceback.format_exception(error) for line in text.splitlines()]
     return Failure(
         component="keeper",
-        reason=f"The keeper failed: {type(error).__name__}: {error}",
+        reason=f"The keeper failed: {type(error).__name__}: {getattr(error, 'message', error)}",
         excerpt=lines[-20:],
-        hint="A bug of Toprope, a full disk or a damaged file; logs/keeper.log in the run folder has the traceback.",
+        hint=getattr(error, "hint", "")
+        or "A bug of Toprope, a full disk or a damaged file; logs/keeper.log in the run folder has the traceback.",
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from toprope.machine import has_pidfd
 from toprope.records.messages import ENV_REPORT_FD
 from toprope.supervisor import guard
 from toprope.supervisor.keeper.containment import GUARD, level_from, wrap_command
@@ -192,7 +193,7 @@ class _LocalGuard:
         self._process.kill()
 
     async def wait(self) -> int | None:
-        if hasattr(os, "pidfd_open"):
+        if has_pidfd():
             await wait_for_end(self.pid)
         else:
             await asyncio.to_thread(self._process.wait)

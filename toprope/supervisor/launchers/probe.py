@@ -9,7 +9,6 @@ cluster that is mirrored it sends them, as its runs send theirs (see `toprope.su
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import psutil
 import toprope
 from toprope.atomic import write_json
 from toprope.extras import TRAINING, missing
-from toprope.machine import gpu_names, processor_count
+from toprope.machine import gpu_names, has_pidfd, processor_count
 from toprope.settings.clusters import cluster_key
 from toprope.supervisor.keeper.containment import choose_containment
 from toprope.supervisor.lock import RunLock, is_held
@@ -55,7 +54,7 @@ def facts(folder: Path) -> dict[str, Any]:
         "containment": contained.level,
         "containment_why": contained.why,
         "parent": parent.name() if parent else "",
-        "pidfd": hasattr(os, "pidfd_open"),
+        "pidfd": has_pidfd(),
     }
 
 

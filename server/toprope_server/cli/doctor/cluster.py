@@ -158,6 +158,13 @@ def _judge(name: str, facts: dict[str, Any], server: str) -> Iterator[Finding]:
             f"its clock differs by {facts['clock_ahead_s']:+.0f} s from that of the shared storage",
             "Synchronise the clocks; times of events are the node's.",
         )
+    if not facts["pidfd"]:
+        yield Finding(
+            node,
+            "broken",
+            "it refuses pidfd_open(2), without which a keeper would not notice the end of its engine",
+            "Use Linux 5.3 or newer, and containers whose seccomp profile allows that call.",
+        )
     if facts["containment"] != "bubblewrap":
         yield Finding(node, "note", f"guard without pid namespaces: {facts['containment_why']}")
     if facts["parent"] in ("sh", "bash", "dash"):
