@@ -1,6 +1,7 @@
 import multiprocessing
 import sqlite3
 import stat
+import time
 
 import pytest
 
@@ -73,6 +74,9 @@ def test_older_stamp_never_replaces_newer(tmp_path):
     assert read_stamps(index, ["run"]) == {"run": Stamp(10.0, 5, {"step": 2})}
     write_stamps(index, {"run": Stamp(10.0, 7, {"step": 2})})
     assert read_stamps(index, ["run"])["run"].seq == 7
+    write_stamps(index, {"run": Stamp(time.time() + 3600, 8, {"step": 3})})  # the clock was ahead
+    write_stamps(index, {"run": Stamp(11.0, 9, {"step": 4})})
+    assert read_stamps(index, ["run"]) == {"run": Stamp(11.0, 9, {"step": 4})}
 
 
 @pytest.mark.parametrize("content", [b"not a database at all, but long enough to have a header of its own" * 4, b"{}"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,8 @@ def read_stamps(index: Index, run_ids: Collection[str]) -> dict[str, Stamp]:
 
 
 def write_stamps(index: Index, stamps: Mapping[str, Stamp]) -> None:
-    """Replace the stamps of runs at once; an older stamp never replaces a newer one. Raises: see `Index`."""
+    """Replace the stamps of runs at once; an older stamp never replaces a newer one, unless that lies in the future:
+    the machine's clock was set back. Raises: see `Index`."""
     if not stamps:
         return
     rows = [
@@ -44,7 +46,8 @@ def write_stamps(index: Index, stamps: Mapping[str, Stamp]) -> None:
     with index.writing() as db:
         db.executemany(
             "INSERT INTO stamps VALUES (?, ?, ?, ?) ON CONFLICT (run_id) DO UPDATE SET at = excluded.at, "
-            "seq = max(seq, excluded.seq), snapshot = excluded.snapshot WHERE excluded.at >= stamps.at",
+            "seq = max(seq, excluded.seq), snapshot = excluded.snapshot "
+            f"WHERE excluded.at >= stamps.at OR stamps.at > {time.time()}",
             rows,
         )
 
