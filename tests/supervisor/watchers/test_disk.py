@@ -257,3 +257,5 @@ def test_index_is_read_without_room_for_sqlite(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(NotPossibleNow, match="disk I/O error") as raised:
         index.draft(draft.id)
     assert not isinstance(raised.value, DiskFull)
+    monkeypatch.setattr("toprope.records.index.database.os.access", lambda *_: False)  # mounted read-only
+    assert index.draft(draft.id).id == draft.id

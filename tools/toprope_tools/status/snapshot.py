@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toprope.analysis.findings.failed_groups import SKIPPED
-from toprope.errors import DiskFull
+from toprope.errors import NotPossibleNow
 from toprope.records.index.stamps import Stamp, read_stamps, write_stamps
 from toprope.records.run.status import ENDED, Event, Status
 from toprope.text_format import clip, duration, number, percent, plural
@@ -155,7 +155,7 @@ def told_numbers(workshop: Workshop, run_id: str) -> tuple[dict[str, Any], float
     if look.stamp is not None and not look.due:
         return look.stamp.snapshot, look.stamp.at
     numbers = look.numbers
-    with suppress(DiskFull):
+    with suppress(NotPossibleNow):
         seq = look.stamp.seq if look.stamp else 0
         write_stamps(workshop.index, {run_id: Stamp(look.now, seq, numbers)})
     return numbers, look.now

@@ -17,7 +17,7 @@ from toprope.analysis.findings.rules import said
 from toprope.analysis.findings.stored_runs import explain_run, learned
 from toprope.analysis.reports.headline import accuracy_on, headline
 from toprope.analysis.reports.report import trackers_of
-from toprope.errors import Corrupt, DiskFull, NotFound
+from toprope.errors import Corrupt, NotFound, NotPossibleNow
 from toprope.records.index.stamps import Stamp, write_stamps
 from toprope.records.run.lifecycle import checks_of, state_of
 from toprope.records.run.specification import Specification
@@ -102,7 +102,7 @@ def tell(workshop: Workshop, waited: Waited, cursor: Mapping[str, int], patience
         answer = _answer(parts, waited, cursor, patience)
         if tokens(answer) <= TOKEN_BUDGET:
             break
-    with suppress(DiskFull):  # answer on a full disk, too
+    with suppress(NotPossibleNow):  # answer on a full or read-only disk, too
         write_stamps(workshop.index, {part.item.run_id: part.stamp for part in parts if part.stamp is not None})
     return answer
 

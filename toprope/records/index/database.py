@@ -25,7 +25,8 @@ from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow, shown
 from toprope.records.index.migrations import MIGRATIONS
 from toprope.text_format import random_id
 
-_BUSY_MS = 5000
+_BUSY_MS = 15000
+"""More than a disk under load stands still."""
 _LITTLE = 1 << 20
 
 
@@ -232,8 +233,8 @@ class Index:
                 db.close()
 
     def _open(self, reading: bool) -> sqlite3.Connection:
-        """A connection. On a full disk SQLite cannot create its files beside the database; a reader then opens it as
-        immutable, which is safe because nobody can write to it."""
+        """A connection. On a full disk or in a read-only folder SQLite cannot create its files beside the database; a
+        reader then opens it as immutable, which is safe because nobody can write to it."""
         db = sqlite3.connect(self.path, timeout=_BUSY_MS / 1000, isolation_level=None)
         if not reading:
             return db
@@ -242,7 +243,8 @@ class Index:
             return db
         except sqlite3.OperationalError as error:
             log = Path(f"{self.path}-wal")
-            if not self._no_room(str(error)) or (log.exists() and log.stat().st_size):
+            unable = self._no_room(str(error)) or not os.access(self.path.parent, os.W_OK)
+            if not unable or (log.exists() and log.stat().st_size):
                 return db
         except BaseException:
             db.close()
