@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -40,7 +41,7 @@ sys.stdin.read()
     child = subprocess.Popen(command, pass_fds=(lock.fileno(),), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"True\n"
     lock.release()
-    assert is_held(path) and path.read_text() == '{"pid": 1}\n'
+    assert is_held(path) and json.loads(path.read_text()) == {"pid": 1, "node": os.uname().nodename}
     child.communicate()
     assert not is_held(path)
 

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from toprope.errors import NotPossibleNow, TopropeError
 from toprope.machine import has_pidfd
@@ -58,6 +59,11 @@ def is_beating(folder: RunFolder) -> bool:
     return (age is None or age < BEATING_S) and _beats(folder)
 
 
+def beats_elsewhere(folder: RunFolder) -> bool:
+    """True if the keeper gives signs of life on another machine, whose lock a shared file system may not carry."""
+    return _is_elsewhere(folder) and is_beating(folder)
+
+
 def watch_parent(parent: int, ended: Callable[[], None]) -> None:
     """Call `ended` once the parent of this process has ended, also if that happened before. Needs a running loop, and
     Linux, as engines of clusters do.
@@ -94,10 +100,19 @@ def watch_parent(parent: int, ended: Callable[[], None]) -> None:
 
 def _beats(folder: RunFolder) -> bool:
     """True if the last keeper sends signs of life and has not ended in order."""
+    return bool(_holder(folder).get("beats"))
+
+
+def _is_elsewhere(folder: RunFolder) -> bool:
+    return _holder(folder).get("node", os.uname().nodename) != os.uname().nodename
+
+
+def _holder(folder: RunFolder) -> dict[str, Any]:
+    """Return what the last keeper wrote about itself."""
     try:
-        return bool(read_json(folder.lock).get("beats"))
-    except (TopropeError, AttributeError):
-        return False
+        return dict(read_json(folder.lock))
+    except (TopropeError, TypeError, ValueError):
+        return {}
 
 
 def _age(folder: RunFolder) -> float | None:
@@ -108,7 +123,7 @@ def _age(folder: RunFolder) -> float | None:
     """
     try:
         now = time.time()
-        if folder.launch.exists():
+        if folder.launch.exists() or _is_elsewhere(folder):
             descriptor = os.open(folder.orders / ".clock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.utime(descriptor)

@@ -57,8 +57,8 @@ class RunLock:
         return self._descriptor
 
     def write_holder(self, **facts: Any) -> None:
-        """Replace the content of the lock's file: facts about the holder, for people and for warnings."""
-        text = json.dumps(facts).encode() + b"\n"
+        """Replace the content of the lock's file: facts about the holder and the name of its machine."""
+        text = json.dumps({**facts, "node": os.uname().nodename}).encode() + b"\n"
         # Blanks and a newline cover the former text until it is cut off, so that a reader never sees a part of it.
         os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
         os.ftruncate(self._descriptor, len(text))

@@ -235,6 +235,15 @@ def test_reason_names_restart_of_machine(harness):
     )
 
 
+def test_keeper_of_another_machine_whose_lock_is_not_carried_keeps_its_run(harness):
+    folder, runs = left(harness), harness.runs()
+    holder = {"pid": 1, "boot": "another", "node": "another"}
+    folder.lock.write_text(json.dumps(holder | {"beats": True}))
+    assert runs.status(folder.run_id).state == "training"
+    folder.lock.write_text(json.dumps(holder))
+    assert runs.status(folder.run_id).reason.startswith("The keeper, on another, was gone while the run was training.")
+
+
 def test_interrupted_end_is_completed_without_repetition(harness):
     folder = left(harness)
     log = EventLog(folder)

@@ -21,6 +21,7 @@ from toprope.supervisor.environment_variables import (
     library_variables,
     split_keeper_variables,
 )
+from toprope.supervisor.heartbeat import beats_elsewhere
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting, choose_containment
 from toprope.supervisor.keeper.logs import read_tail
 from toprope.supervisor.launchers import KeeperState
@@ -163,7 +164,8 @@ class LocalLauncher:
 
     def status(self, folder: RunFolder, *, locked: bool = False) -> KeeperState:
         """See `Launcher.status`."""
-        return KeeperState("alive" if not locked and is_held(folder.lock) else "gone")
+        alive = (not locked and is_held(folder.lock)) or beats_elsewhere(folder)
+        return KeeperState("alive" if alive else "gone")
 
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:
         """See `Launcher.stop`."""

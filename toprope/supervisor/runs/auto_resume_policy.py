@@ -10,6 +10,7 @@ it is.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -80,7 +81,7 @@ def stop_requested(folder: RunFolder, status: Status) -> bool:
 
 
 def describe_keeper_loss(folder: RunFolder, status: Status) -> str:
-    """Say how a run lost its keeper: its folder was deleted, the machine was restarted, or the keeper ended. The caller
+    """Say how a run lost its keeper: its folder was deleted, its machine was restarted, or the keeper ended. The caller
     holds the lock, whose file still names the last keeper."""
     if not folder.spec.exists():
         return (
@@ -88,9 +89,12 @@ def describe_keeper_loss(folder: RunFolder, status: Status) -> str:
             "since, and nothing of the run can be used. Delete that, too."
         )
     try:
-        booted = read_json(folder.lock).get("boot")
-    except (TopropeError, AttributeError):
-        booted = None
+        holder = dict(read_json(folder.lock))
+    except (TopropeError, TypeError, ValueError):
+        holder = {}
+    booted, node, here = holder.get("boot"), holder.get("node"), os.uname().nodename
+    if node and node != here:
+        return f"The keeper, on {node}, was gone while the run was {status.state}."
     current_boot = boot_id()
     if booted and current_boot and booted != current_boot:
         return f"The machine was restarted while the run was {status.state}."
