@@ -8,12 +8,12 @@ import time
 import pytest
 
 from tests.supervisor.runs.test_lost import left
-from tests.support.run_harness import RunHarness
+from tests.support.run_harness import RunHarness, ended, until
 from toprope import flock
 from toprope.errors import ComponentFailed, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
-from toprope.records.run.status import Status
+from toprope.records.run.status import Status, read_events
 from toprope.settings.limits import FrozenLimits
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts, reserved
 from toprope.supervisor.launchers.by_kind import LauncherByKind
@@ -134,6 +134,32 @@ def test_order_to_end_an_attempt_leaves_the_next_one_alone(harness):
     assert take_orders(folder, 3).stops == [] and not list(folder.orders.iterdir())
     write_end_order(folder, 2, "Slurm knows no job of it.")
     assert [order.lost for order in take_orders(folder, 2).stops] == [True]
+
+
+STALE = """
+import errno, os, runpy, sys
+real, looks = os.listdir, []
+def listdir(path="."):
+    if str(path).endswith("orders"):
+        looks.append(path)
+        if 3 < len(looks) < 7:
+            raise OSError(errno.ESTALE, "Stale file handle")
+    return real(path)
+os.listdir, sys.argv = listdir, sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_orders_that_cannot_be_read_for_a_moment_end_no_run(harness):
+    runs = harness.runs({"trainer": {"endless": True}})
+    runs.launcher.command[2:2] = ["-c", STALE]
+    folder = runs.start(harness.specification())
+    harness.started.append(folder)
+    until(runs, folder, "training")
+    runs.stop(folder.run_id)
+    assert ended(runs, folder).state == "stopped"
+    warnings = [event.data["what"] for event in read_events(folder.events, kinds=("warning",))]
+    assert len([text for text in warnings if "Stale file handle" in text]) == 1
 
 
 def limited(harness, **amounts: float) -> Specification:

@@ -429,7 +429,7 @@ class RunLifecycle:
         if orders.folder_gone:
             self._decide(_FolderGone())
         for complaint in orders.complaints:
-            self._writer.record_event("warning", what=complaint)
+            self._writer.warn_once(complaint)
         for order in orders.stops:
             self._stop(order)
 

@@ -37,6 +37,7 @@ class StatusWriter:
         self.status = status
         self._folder = folder
         self._events = EventLog(folder)
+        self._warned = set[str]()
         self._ballast = Ballast(folder.crew / "ballast")
         self._written_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -95,6 +96,12 @@ class StatusWriter:
     def record_event(self, kind: str, **data: Any) -> None:
         """Append an event to the run's events."""
         self._events.append(kind, **data)
+
+    def warn_once(self, what: str) -> None:
+        """Record a warning, unless it was recorded before."""
+        if what not in self._warned:
+            self._warned.add(what)
+            self.record_event("warning", what=what)
 
     def update(self, **fields: Any) -> None:
         """Replace fields of the status and schedule a write."""

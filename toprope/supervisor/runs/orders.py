@@ -85,13 +85,21 @@ def take_orders(folder: RunFolder, attempt: int) -> Orders:
     """Read and remove the orders of a run, sorted by file name. An order to end another attempt is only removed."""
     orders = Orders()
     try:
+        _take(folder, attempt, orders)
+    except OSError as error:  # a shared file system has a moment of trouble; the next look finds what is left
+        orders.complaints.append(f"orders could not be read, and are read again: {error}")
+    return orders
+
+
+def _take(folder: RunFolder, attempt: int, orders: Orders) -> None:
+    try:
         names = sorted(os.listdir(folder.orders))
     except FileNotFoundError:
         if folder.path.is_dir():
             folder.orders.mkdir(mode=0o700, exist_ok=True)
         else:
             orders.folder_gone = True
-        return orders
+        return
     for name in names:
         if name.startswith(".") or not name.endswith(".json"):
             continue
@@ -110,4 +118,3 @@ def take_orders(folder: RunFolder, attempt: int) -> Orders:
                 continue
             orders.complaints.append(f"an order is not valid: {name}: {error}")
         path.unlink(missing_ok=True)
-    return orders
