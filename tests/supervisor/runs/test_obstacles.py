@@ -12,11 +12,13 @@ from tests.support.run_harness import RunHarness, ended, until
 from toprope import flock
 from toprope.errors import ComponentFailed, NotPossibleNow
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.launch import Launch
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
+from toprope.settings.clusters import Clusters
 from toprope.settings.limits import FrozenLimits
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts, reserved
-from toprope.supervisor.launchers.by_kind import LauncherByKind
+from toprope.supervisor.launchers.by_kind import LauncherByKind, engine_of
 from toprope.supervisor.launchers.cluster import ClusterLauncher
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.runs.auto_resume_policy import is_due
@@ -47,6 +49,21 @@ def test_damaged_launch_file_hides_no_run_and_proves_no_loss(harness):
     assert found[other.run_id].state == "lost"
     with pytest.raises(NotPossibleNow, match="may still run"):
         runs.resume(folder.run_id)
+
+
+def test_wrong_file_of_clusters_hides_no_run(harness):
+    folder, other = left(harness), left(harness)
+    Launch(
+        kind="slurm", cluster="lab", attempt=1, name=f"{folder.run_id}.1", mirror="127.0.0.1:47999", submitted_at=0,
+        deadline=0,
+    ).write(folder)  # fmt: skip
+    file = harness.path / "clusters.yaml"
+    file.write_text("lab:\n  kind: slurmm\n")
+    plain = harness.runs()
+    cluster = ClusterLauncher(lambda: Clusters.read(file), engine_of)
+    runs = RunManager(plain.path, LauncherByKind(plain.launcher, cluster), lambda: harness.machine)
+    assert {status.run_id: status.state for status in runs.list()} == {folder.run_id: "training", other.run_id: "lost"}
+    assert "clusters.yaml" in cluster.status(folder).told
 
 
 @pytest.mark.parametrize("front_end", [by_kind, RunHarness.runs])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toprope.errors import Corrupt
+from toprope.errors import TopropeError
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.settings.clusters import Cluster
@@ -39,7 +39,7 @@ class LauncherByKind:
         """See `Launcher.status`."""
         try:
             return self._of(folder).status(folder, locked=locked)
-        except (Corrupt, OSError) as error:  # another user's folder, or a damaged launch.json
+        except (TopropeError, OSError) as error:  # another user's folder, a damaged launch.json or clusters.yaml
             return KeeperState("unknown", f"Nothing is known of its keeper: {error}")
 
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:

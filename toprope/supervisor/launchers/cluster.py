@@ -145,7 +145,7 @@ class ClusterLauncher:
             and not is_held(folder.lock)
             and can_listen("", int(launch.mirror.rpartition(":")[2]))
         ):
-            with suppress(ComponentFailed, OSError):  # its log has the reason; the next look tries again
+            with suppress(TopropeError, OSError):  # its log has the reason; the next look tries again
                 self._receive(folder)
         try:
             title, job = self._look(launch)
