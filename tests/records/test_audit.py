@@ -1,5 +1,6 @@
 """The audit trail: chained, bounded, without secrets."""
 
+import errno
 import json
 import os
 import threading
@@ -127,5 +128,22 @@ def test_trail_stays_whole_if_the_line_after_a_rotation_fails(trail, monkeypatch
         trail.append({"did": "lost"})
     monkeypatch.undo()
     assert trail.verify().problems == ()
+    trail.append({"did": "next"})
+    assert trail.verify().problems == ()
+
+
+def test_rotation_without_room_closes_each_descriptor_once(trail, monkeypatch):
+    monkeypatch.setattr(audit, "MOST_BYTES", 1)
+    real = os.open
+
+    def full(path, flags, mode=0o777):
+        if not os.path.exists(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(audit.os, "open", full)
+    with pytest.raises(OSError, match="No space"):
+        trail.append({"did": "lost"})
+    monkeypatch.undo()
     trail.append({"did": "next"})
     assert trail.verify().problems == ()

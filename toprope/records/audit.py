@@ -108,10 +108,10 @@ class AuditTrail:
                 if last_line is not None and last_line[0] > number:  # a crash came between line and head
                     number, last_digest = last_line
                 if size > MOST_BYTES:
-                    os.close(file)
                     oldest_number = self._rotate(oldest_number)
                     _write_head(head, number, last_digest, oldest_number)  # the line below may fail
-                    file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+                    former, file = file, os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+                    os.close(former)
                     size, tail = 0, b""
                 line, digest = _line(number + 1, last_digest, entry)
                 lead = b"\n" if size and not tail.endswith(b"\n") else b""
