@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
+import tempfile
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +39,13 @@ def run_with_echo(work: Callable[[int], Awaitable[None]]) -> None:
         server.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_system_without_files_in_memory_leaves_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server, client = contexts(make_identity())
+    assert server.cert_store_stats() == client.cert_store_stats() and not list(tmp_path.iterdir())
 
 
 async def ask(url: str, data: bytes) -> bytes:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import ssl
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _DAYS = 400
 _HOUR = datetime.timedelta(hours=1)
@@ -43,18 +46,28 @@ def make_identity(seed: bytes | None = None) -> str:
 def contexts(identity: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return the TLS contexts of servers and clients: each side shows the run's certificate and requires it."""
     pair = []
-    # OpenSSL reads keys from files only; this one is in memory and has no name.
-    descriptor = os.memfd_create("identity")
-    try:
-        os.write(descriptor, identity.encode())
+    with _private_file(identity) as path:
         for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
             context = ssl.SSLContext(kind)
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.check_hostname = False  # the certificate itself is the identity, whatever the address
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(cadata=identity[identity.index("-----BEGIN CERTIFICATE") :])
-            context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+            context.load_cert_chain(path)
             pair.append(context)
+    return pair[0], pair[1]
+
+
+@contextmanager
+def _private_file(text: str) -> Iterator[str]:
+    """Give the path of a file with this text, as OpenSSL reads keys from files only: in memory on Linux, elsewhere on
+    disk for this user alone."""
+    in_memory = hasattr(os, "memfd_create")
+    descriptor, path = (os.memfd_create("identity"), "") if in_memory else tempfile.mkstemp()
+    try:
+        os.write(descriptor, text.encode())
+        yield path or f"/proc/self/fd/{descriptor}"
     finally:
         os.close(descriptor)
-    return pair[0], pair[1]
+        if path:
+            os.unlink(path)
