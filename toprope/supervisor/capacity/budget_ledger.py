@@ -86,10 +86,16 @@ def ledger_lock(runs: Path) -> Iterator[None]:
 @contextmanager
 def reserved(runs: Path, specifications: Sequence[Specification]) -> Iterator[None]:
     """Reserve the budget of runs that have no keeper yet, until the end of the block. Enter it with the ledger lock
-    held; the lock may be released before the block ends."""
+    held; the lock may be released before the block ends.
+
+    Raises:
+        NotPossibleNow: Another front end starts one of them.
+    """
     with ExitStack() as stack:
         for specification in specifications:
             path = runs / _FOLDER / f"{specification.run_id}{_RESERVED}"
+            if is_held(path):
+                raise NotPossibleNow(f"Another front end is starting {specification.run_id}.", hint="Look at it again.")
             stack.callback(path.unlink, missing_ok=True)
             write_json(path, specification.limits.reserved if specification.limits else {})
             if (lock := RunLock.acquire(path)) is not None:

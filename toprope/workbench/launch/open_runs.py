@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Status
 from toprope.records.walls import Walls
 from toprope.settings.owner import Home, OwnerSettings
-from toprope.supervisor.capacity.budget_ledger import ledger_lock
+from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.environment_variables import KEEPER
 from toprope.supervisor.keeper.containment import ContainmentSetting
@@ -116,20 +116,24 @@ def resume_run(home: Home, runs: RunManager, run_id: str, *, by_owner: bool = Fa
         LockedField: The owner does not allow the run's configuration any more.
         TopropeError: See `RunManager.resume`, `may_go_on` and `code_to_resume`.
     """
-    with ledger_lock(home.runs) if home.runs.is_dir() else nullcontext():
-        status = runs.status(run_id, revive=False)
-        folder = runs.folder(run_id)
-        specification = frozen = Specification.read(folder)
-        variables: Mapping[str, Mapping[str, str]] = {}
-        if status.ended and status.state in RESUMABLE:  # otherwise the manager says what is wrong
-            limits = home.limits()
-            if by_owner or limits.confirm == "never":
-                specification = with_raised_caps(frozen, limits, runs.machine(), home.runs)
-            variables = variables_to_resume(home, specification)
-            code = code_to_resume(specification, home, by_owner=by_owner)
-            specification = specification.model_copy(update={"code": code})
-            if specification != frozen:
-                written = folder.spec.stat()
-                specification.write(folder)
-                os.utime(folder.spec, ns=(written.st_atime_ns, written.st_mtime_ns))  # the ledger's day of its start
+    with ExitStack() as reservation:
+        # Starts elsewhere wait for this lock, so the keeper starts, or a job is submitted, after it.
+        with ledger_lock(home.runs) if home.runs.is_dir() else nullcontext():
+            status = runs.status(run_id, revive=False)
+            folder = runs.folder(run_id)
+            specification = frozen = Specification.read(folder)
+            variables: Mapping[str, Mapping[str, str]] = {}
+            if status.ended and status.state in RESUMABLE:  # otherwise the manager says what is wrong
+                limits = home.limits()
+                if by_owner or limits.confirm == "never":
+                    specification = with_raised_caps(frozen, limits, runs.machine(), home.runs)
+                variables = variables_to_resume(home, specification)
+                code = code_to_resume(specification, home, by_owner=by_owner)
+                specification = specification.model_copy(update={"code": code})
+                reservation.enter_context(reserved(home.runs, [specification]))
+                if specification != frozen:
+                    written = folder.spec.stat()
+                    specification.write(folder)
+                    # The ledger's day of its start.
+                    os.utime(folder.spec, ns=(written.st_atime_ns, written.st_mtime_ns))
         return runs.resume(run_id, variables), specification

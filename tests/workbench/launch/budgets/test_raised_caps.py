@@ -14,6 +14,9 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.usage import Spent, Usage, day_of
 from toprope.settings.limits import Cap
 from toprope.settings.presets import load_preset
+from toprope.supervisor.capacity.budget_ledger import read_accounts
+from toprope.supervisor.lock import RunLock
+from toprope.workbench.launch.open_runs import resume_run
 
 HOUR = 3600.0
 
@@ -58,6 +61,25 @@ def test_raised_cap_leaves_the_limit_of_the_day_whole(house):
     limits = resumed(house, folder)
     assert limits.caps["cpu_hours"] == Cap(value=10, limit="per_day.cpu_hours")
     assert limits.reserved["cpu_hours"] == 10
+
+
+def test_resume_starts_its_keeper_without_the_ledger_lock_and_with_a_reservation(house, monkeypatch):
+    (shop, _), seen = house, []
+    folder = ended(house, "per_run: {cpu_hours: 5}\nper_day: {cpu_hours: 10}", used=2)
+    resume, runs = shop.runs.resume, folder.path.parent
+
+    def watched(*given):
+        if (taken := RunLock.acquire(runs / ".budget" / "lock", 0.0)) is not None:
+            taken.release()
+        seen.append(taken is not None)
+        seen.append([account.held("cpu_hours") for account in read_accounts(runs) if account.live])
+        with pytest.raises(NotPossibleNow, match=f"is starting {folder.run_id}"):
+            resume_run(shop.home, shop.runs, folder.run_id)
+        return resume(*given)
+
+    monkeypatch.setattr(shop.runs, "resume", watched)
+    limits = resumed(house, folder)
+    assert seen == [True, [limits.reserved["cpu_hours"]]]
 
 
 def test_use_of_today_counts_towards_the_day_of_an_unchanged_cap(house):
