@@ -114,6 +114,14 @@ def test_status_of_wrong_types_is_described(tmp_path):
     late.cancel()
 
 
+def test_specification_is_on_disk_before_its_run_starts(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("toprope.atomic.fsync", lambda path: synced.append(path.name))
+    folder = RunFolder.create(tmp_path, "run-1")
+    records.specification("run-1").write(folder)
+    assert synced[0].startswith(".spec.json") and synced[1] == "run-1"
+
+
 @pytest.mark.parametrize("blank", [b"", bytes(700)])
 def test_status_that_a_power_cut_blanked_is_told_by_the_events(tmp_path, blank):
     folder, _, written = ended(tmp_path)

@@ -362,4 +362,4 @@ class Specification(BaseModel, extra="forbid"):
             ) from None
 
     def write(self, folder: RunFolder) -> None:
-        write_json(folder.spec, self.model_dump(mode="json"))
+        write_json(folder.spec, self.model_dump(mode="json"), durable=True)
