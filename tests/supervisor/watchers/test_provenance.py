@@ -1,5 +1,6 @@
 """The manifest: inputs at the start, inputs after loading, and differences of later attempts."""
 
+import hashlib
 import itertools
 import json
 import subprocess
@@ -72,7 +73,10 @@ def test_manifest_names_commit_and_differences(folder, tmp_path, checkout):
     assert changed.commit == clean.commit and changed.changes_sha256
     assert "+a = 2" in (folder.path / "toprope.diff").read_text()
     (checkout / "new.py").write_text("b = 1\n")
-    assert collect_manifest(folder, run).code.changes_sha256 != changed.changes_sha256
+    later = collect_manifest(folder, run, 2).code
+    assert later.changes_sha256 != changed.changes_sha256 and "new.py" in (folder.path / later.changes_file).read_text()
+    kept = (folder.path / changed.changes_file).read_bytes()
+    assert hashlib.sha256(kept).hexdigest() == changed.changes_sha256
 
 
 def test_manifest_inputs_differ_by_name(folder, tmp_path):

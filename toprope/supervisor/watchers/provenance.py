@@ -103,7 +103,7 @@ class ProvenanceWatcher(Watcher):
         folder = self._control.folder
         try:
             original = Manifest.read(folder) if self._attempt > 1 else None
-            manifest = collect_manifest(folder, self._control.specification)
+            manifest = collect_manifest(folder, self._control.specification, self._attempt)
             while True:
                 self._write(folder, manifest, original)
                 if (work := self._work.get()) is None:
@@ -123,11 +123,12 @@ class ProvenanceWatcher(Watcher):
             original.model_copy(update={"later_attempts": later}).write(folder)
 
 
-def collect_manifest(folder: RunFolder, specification: Specification) -> Manifest:
+def collect_manifest(folder: RunFolder, specification: Specification, attempt: int = 1) -> Manifest:
     """Collect the inputs of a run that are known before policy and environment have loaded.
 
     Args:
         folder: Gets the file with the differences between the code and its commit, if there are any.
+        attempt: Each has a file of its own.
     """
     config = specification.config
     return Manifest(
@@ -135,7 +136,7 @@ def collect_manifest(folder: RunFolder, specification: Specification) -> Manifes
         kind=specification.kind,
         made_at=time.time(),
         reproduces=specification.reproduces,
-        code=_code(folder),
+        code=_code(folder, attempt),
         configuration=Configuration(
             sha256=_digest(config.model_dump(mode="json")),
             preset=specification.preset,
@@ -207,7 +208,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _code(folder: RunFolder) -> Code:
+def _code(folder: RunFolder, attempt: int) -> Code:
     code = Code(version=toprope.__version__)
     if not (_ROOT / ".git").exists():
         return code
@@ -222,9 +223,9 @@ def _code(folder: RunFolder) -> Code:
     code.commit = commit.decode().strip()
     if changes:
         code.changes_sha256 = hashlib.sha256(changes).hexdigest()
-        code.changes_file = CHANGES
+        code.changes_file = CHANGES if attempt == 1 else f"toprope-{attempt}.diff"
         cut = b"" if len(changes) <= _MOST_CHANGES else b"\n[cut: %d bytes in all]\n" % len(changes)
-        path = folder.path / CHANGES
+        path = folder.path / code.changes_file
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(changes[:_MOST_CHANGES] + cut)
