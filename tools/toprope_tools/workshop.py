@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from anyio import to_thread
+
 from toprope.errors import Corrupt, NotFound
 from toprope.extras import TRAINING, missing
 from toprope.records.index.database import Index
@@ -122,14 +124,16 @@ class Workshop:
         Raises:
             NotFound, Corrupt: There is no such run, or its status cannot be read.
         """
+        grace = await to_thread.run_sync(self._order_stop, run_id)
+        return await self.runs.wait_end(run_id, min(grace + _SWEEP_S, _LONGEST_STOP_S))
+
+    def _order_stop(self, run_id: str) -> float:
+        """Order a run to stop, and return the seconds that it has for its end."""
         self.runs.stop(run_id)
         try:
-            grace = Specification.read(self.runs.folder(run_id)).config.launcher.stop_grace_s
+            return Specification.read(self.runs.folder(run_id)).config.launcher.stop_grace_s
         except (NotFound, Corrupt, ValueError):
-            grace = _LONGEST_STOP_S
-        limit = min(grace + _SWEEP_S, _LONGEST_STOP_S)
-        status = await self.runs.wait_end(run_id, limit)
-        return status
+            return _LONGEST_STOP_S
 
     def statuses(self) -> list[Status]:
         """Return the statuses of all runs, newest first."""

@@ -11,11 +11,13 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import anyio
 import pytest
 
+from tests.support import records
 from tests.support.run_harness import ended, eventually, until
 from toprope.analysis.findings.stored_runs import explain_run
 from toprope.analysis.reports.results import Results
@@ -352,6 +354,21 @@ def test_list_omits_run_being_created(harness):
     assert runs.list() == []
     lock.release()
     assert [status.run_id for status in runs.list()] == ["young"]
+
+
+def test_wait_reads_no_file_in_the_event_loop(harness):
+    """A disk that stands still would stop all clients of a server."""
+    folder = records.run_folder(harness.path / "runs", records.specification("run-a"), "training")
+    lock, runs, readers = RunLock.acquire(folder.lock), harness.runs(), set()
+    read, find = runs._statuses.read, runs.folder
+
+    def noted(work):
+        return lambda given: readers.add(threading.get_ident()) or work(given)
+
+    runs._statuses.read, runs.folder = noted(read), noted(find)
+    assert anyio.run(runs.wait_end, "run-a", 0.2).state == "training"
+    lock.release()
+    assert readers and threading.get_ident() not in readers
 
 
 def test_wait_ends_with_the_run_or_the_time(harness):

@@ -409,11 +409,13 @@ class RunManager:
         Raises:
             NotFound, Corrupt: There is no such run, or its status cannot be read.
         """
-        folder, limit = self.folder(run_id), anyio.current_time() + timeout_s
+        # In threads throughout: a disk that stands still must not stop the other clients.
+        folder, limit = await to_thread.run_sync(self.folder, run_id), anyio.current_time() + timeout_s
         status, asked_at = await to_thread.run_sync(self._status_or_resume, folder), anyio.current_time()
         while not status.is_over and anyio.current_time() < limit:
             await anyio.sleep(_LOOK_EVERY_S)
             # The file tells of an end at once; the launcher is asked about those that could not write it.
-            if anyio.current_time() - asked_at >= _ASK_EVERY_S or self._statuses.read(folder).is_over:
+            must_ask = anyio.current_time() - asked_at >= _ASK_EVERY_S
+            if must_ask or (await to_thread.run_sync(self._statuses.read, folder)).is_over:
                 status, asked_at = await to_thread.run_sync(self._status_or_resume, folder), anyio.current_time()
         return status
