@@ -1,10 +1,12 @@
 """Files and rows that are not what we wrote: the trouble of one is not the trouble of all, and the answer says what to
 do."""
 
+import errno
 import json
 import os
 import sqlite3
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +114,22 @@ def test_status_of_wrong_types_is_described(tmp_path):
     with pytest.raises(Corrupt, match="cannot be read: it is not a regular file"):
         Status.read(folder)
     late.cancel()
+
+
+def test_file_that_nfs_keeps_while_it_is_open_stops_no_end(tmp_path, monkeypatch):
+    folder, unlink = RunFolder.create(tmp_path, "run-1"), Path.unlink
+    kept, other = folder.path / ".nfs0001", folder.path / ".status.json.x"
+    for path in (kept, other):
+        path.touch()
+
+    def refusing(path, missing_ok=False):
+        if path == kept:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refusing)
+    folder.tidy()
+    assert kept.exists() and not other.exists()
 
 
 def test_specification_is_on_disk_before_its_run_starts(tmp_path, monkeypatch):

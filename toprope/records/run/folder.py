@@ -36,6 +36,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -296,7 +297,8 @@ class RunFolder:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
-                    path.unlink(missing_ok=True)
+                    with suppress(OSError):  # NFS keeps a removed file that is open as `.nfs...`, and refuses this
+                        path.unlink()
 
     @classmethod
     def create(cls, runs: Path, run_id: str) -> RunFolder:
