@@ -179,6 +179,16 @@ def test_orders_that_cannot_be_read_for_a_moment_end_no_run(harness):
     assert len([text for text in warnings if "Stale file handle" in text]) == 1
 
 
+def test_start_whose_log_cannot_be_opened_leaves_no_descriptor(harness):
+    folder, runs = left(harness, state="queued"), harness.runs()
+    folder.log("keeper").mkdir()
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(2):
+        with pytest.raises(IsADirectoryError):
+            runs.launcher.submit(folder, {})
+    assert len(os.listdir("/dev/fd")) == before
+
+
 def limited(harness, **amounts: float) -> Specification:
     limits = FrozenLimits(source="x", reserved=amounts)
     return harness.specification().model_copy(update={"limits": limits})

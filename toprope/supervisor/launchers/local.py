@@ -77,9 +77,9 @@ class LocalLauncher:
         environment |= {ENV_CONTAINMENT: level, ENV_WALLS: self._walls().encode()}
         if self._hand_over(folder, environment | secret, variables, lock):
             return
+        log = os.open(folder.log(self._log), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         ready, ready_writer = os.pipe()
         keys, keys_writer = os.pipe()
-        log = os.open(folder.log(self._log), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             # Errors before the keeper has detached, such as a missing package, reach its log too.
             process = subprocess.Popen(
