@@ -104,7 +104,7 @@ def _beats(folder: RunFolder) -> bool:
 
 
 def _is_elsewhere(folder: RunFolder) -> bool:
-    return _holder(folder).get("node", os.uname().nodename) != os.uname().nodename
+    return bool(_holder(folder).get("node", os.uname().nodename) != os.uname().nodename)
 
 
 def _holder(folder: RunFolder) -> dict[str, Any]:
