@@ -209,6 +209,15 @@ def test_overlap_finds_wrapped_copies_by_answer() -> None:
     assert overlap(fresh, train).near == 0
 
 
+def test_overlap_leaves_out_prompts_that_tasks_of_a_split_share() -> None:
+    """A number to guess is hidden: authors give such tasks a key."""
+    hidden = [("Guess the number.", None)] * 30
+    assert overlap(hidden[:8], hidden).copies == 0
+    numbers = [("Guess the number.", str(number)) for number in range(30)]
+    assert overlap(numbers[:8], numbers).copies == 0
+    assert overlap([("What is 1 + 1?", "2")], [("What is 1 + 1?", "2")] * 2).copies == 1, "one question, twice"
+
+
 @pytest.mark.parametrize("form", ["{}", "<answer>{}</answer>", "\\boxed{{{}}}", "So $\\boxed{{{}}}$."])
 def test_answers_in_a_form_are_varied_within_it(form: str) -> None:
     told = {probe.kind: probe.text for probe in probes("What?", form.format("New \\frac{York}{2}"))}

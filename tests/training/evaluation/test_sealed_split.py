@@ -259,6 +259,12 @@ def test_contamination_counts_copies_and_shared_passages():
     found = contents.report()
     assert found["copies"]["train_heldout"] == 1
     assert found["heldout_sharing_passages"] == 2
+    for number in range(20):
+        for split in ("train", "heldout", "validation"):
+            contents.add(split, f"{split}-{number}", ask(long_text(9)))
+    found = contents.report()
+    assert found["copies"] == {"train_heldout": 1, "train_validation": 0, "validation_heldout": 0}
+    assert found["heldout_sharing_passages"] == 2, "tasks with one text differ in something hidden"
     assert normalized_words(ask("Ｗｈａｔ\u200b is it??")) == normalized_words(ask("what IS it"))
 
 

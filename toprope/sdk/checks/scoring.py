@@ -130,14 +130,15 @@ def reference_fails(seen: Observed) -> Finding | None:
 
 
 def no_reference(seen: Observed) -> Finding | None:
-    """No right answer is known, and no tried answer came near the highest reward."""
+    """No right answer is known, and no tried answer earned half of the highest reward."""
     if not seen.scores or seen.of("reference", "solver"):
         return None
     best = max(seen.share(score.reward) for score in seen.scores)
-    unseen = best < 0.5 and seen.max_turns == 1
+    if best >= 0.5:
+        return None
     return Finding(
         "no_reference",
-        "warning" if unseen else "note",
+        "warning" if seen.max_turns == 1 else "note",
         f"No right answer is known, and none of {len(seen.scores)} answers earned more than {best:.0%} of the highest "
         "reward: nobody can say whether it can be reached.",
         "tasks have a reference, or the environment has solve(); a warning for single-turn environments",

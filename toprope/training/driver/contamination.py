@@ -46,6 +46,9 @@ class ContaminationTracker:
     def __init__(self) -> None:
         self._ids: dict[str, set[str]] = {"train": set(), "validation": set(), _SEALED: set()}
         self._whole: dict[str, Counter[int]] = {split: Counter() for split in self._ids}
+        self._exact: dict[str, set[int]] = {split: set() for split in self._ids}
+        self._shared: set[int] = set()
+        """Texts of several tasks of a split: something hidden differs, and the text tells no task from another."""
         self._texts: dict[str, list[list[str]]] = {"validation": [], _SEALED: []}
         self._passages: Counter[int] = Counter()
         self._n: int | None = None
@@ -57,7 +60,11 @@ class ContaminationTracker:
             return
         self._ids[split].add(task_id)
         words = normalized_words(messages)
-        self._whole[split][_hash(words)] += 1
+        self._whole[split][whole := _hash(words)] += 1
+        exact = _hash([str(message.get("content", "")) for message in messages])
+        if exact in self._exact[split]:
+            self._shared.add(whole)
+        self._exact[split].add(exact)
         if split != "train":
             self._texts[split].append(words)
             return
@@ -74,7 +81,7 @@ class ContaminationTracker:
         rare passage with training tasks."""
         n = self._n or _length(self._texts[_SEALED])
         whole = self._whole
-        sealed = [set(_passages(words, n)) for words in self._texts[_SEALED]]
+        sealed = [set(_passages(words, n)) for words in self._texts[_SEALED] if _hash(words) not in self._shared]
         common = Counter(passage for passages in sealed for passage in passages)
         limit = max(1, len(sealed) // 20)
         rare = [{passage for passage in passages if common[passage] <= limit} for passages in sealed]
@@ -82,14 +89,17 @@ class ContaminationTracker:
         return {
             "seen": {split: len(ids) for split, ids in self._ids.items()},
             "copies": {
-                "train_heldout": _count_shared(whole[_SEALED], whole["train"]),
-                "train_validation": _count_shared(whole["validation"], whole["train"]),
-                "validation_heldout": _count_shared(whole[_SEALED], whole["validation"]),
+                "train_heldout": self._count_copies(whole[_SEALED], whole["train"]),
+                "train_validation": self._count_copies(whole["validation"], whole["train"]),
+                "validation_heldout": self._count_copies(whole[_SEALED], whole["validation"]),
             },
             "passage_words": n,
             "heldout_sharing_passages": overlapping,
             "train_not_looked_at": self._skipped,
         }
+
+    def _count_copies(self, counts: Counter[int], contents: Counter[int]) -> int:
+        return sum(count for content, count in counts.items() if content in contents and content not in self._shared)
 
 
 def _length(texts: Sequence[list[str]]) -> int:
@@ -105,10 +115,6 @@ def _passages(words: Sequence[str], n: int) -> list[int]:
 
 def _hash(words: Sequence[str]) -> int:
     return int.from_bytes(hashlib.blake2b(" ".join(words).encode("utf-8", "surrogatepass"), digest_size=8).digest())
-
-
-def _count_shared(counts: Counter[int], contents: Counter[int]) -> int:
-    return sum(count for content, count in counts.items() if content in contents)
 
 
 def write_contamination(folder: RunFolder, attempt: int, tracker: ContaminationTracker) -> None:

@@ -25,7 +25,11 @@ def card_of(record: DatasetRecord, folder: Path) -> str:
         folder: Folder with its item files; the first items are shown.
     """
     file_names = sorted(record.files, key=lambda name: (name != "train.jsonl", name))
-    splits = [{"split": "train" if name == "items.jsonl" else Path(name).stem, "path": name} for name in file_names]
+    splits = [
+        {"split": "train" if name == "items.jsonl" else Path(name).stem, "path": name}
+        for name in file_names
+        if record.files[name].items  # the library `datasets` loads no empty file
+    ]
     size = next((word for most, word in _SIZES if record.items < most), "n>1M")
     front = {
         "pretty_name": record.name,
