@@ -8,7 +8,7 @@ counts. `--write` puts the new figures in place of the old ones, there and in RE
 control. Figures of a part, a sample or other arguments stand beside those of the whole benchmark, under their
 arguments, until the whole is measured anew. `--from` reads outputs that are there already, FOLDER/NAME.log or
 FOLDER/NAME.PART.log, instead of running. All of them take about seven hours; needs what each one needs, and a
-benchmark that refuses because something is missing is listed, not failed.
+benchmark that refuses because something is missing is listed, not failed; one that breaks off has failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import is_time, machine
+from benchmarks.report import REFUSED, is_time, machine
 
 __all__ = ["FIGURES", "README", "Outcome", "keep", "main", "moved", "read_outcome", "with_figures"]
 
@@ -84,7 +84,7 @@ def moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any
     for name, before in old.items():
         after = new.get(name)
         if name in _IGNORED or name not in new or not _is_number(before) or not _is_number(after):
-            if name not in _IGNORED and before != after and not isinstance(before, float | list | dict):
+            if name not in _IGNORED and before != after and not isinstance(before, list | dict):
                 found[name] = (before, after)
             continue
         noise = _noise(name) if isinstance(before, float) or isinstance(after, float) else 0.0
@@ -94,7 +94,7 @@ def moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, compare and print; exit with 1 if a goal was missed or a control failed."""
+    """Run, compare and print; exit with 1 if a goal was missed, a control failed or a benchmark broke off."""
     from benchmarks.__main__ import TARGETS
 
     names = [name for name in TARGETS if name != "all"]
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         FIGURES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         README.write_text(with_figures(README.read_text(encoding="utf-8"), kept), encoding="utf-8")
     print(json.dumps({one.name: one.status for one in outcomes}))
-    return int(any(one.status in (1, _CONTROL_FAILED) and one.figures for one in outcomes))
+    return int(any(one.status not in (0, REFUSED, _STORED) for one in outcomes))
 
 
 def keep(kept: dict[str, Any], one: Outcome) -> None:

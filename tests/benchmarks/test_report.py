@@ -68,10 +68,11 @@ def test_benchmark_that_cannot_measure_refuses_with_words(capsys):
 
 
 def test_figures_that_moved_by_more_than_their_noise_are_named():
-    old = {"ratio": 1.0, "leaks": 0, "state": "done", "call_ms": 10.0, "load": 0.1, "gone": 3, "flag": True}
-    new = {"ratio": 1.05, "leaks": 1, "state": "lost", "call_ms": 20.0, "load": 9.0, "flag": False, "new": 1}
+    old = {"null_s": 2.5, "ratio": 1.0, "leaks": 0, "state": "done", "call_ms": 10.0, "load": 0.1, "gone": 3, "flag": True, "lost_s": 1.5}
+    new = {"ratio": 1.05, "leaks": 1, "state": "lost", "call_ms": 20.0, "load": 9.0, "flag": False, "new": 1, "null_s": None}
     assert moved(old, new) == {
-        "leaks": (0, 1), "state": ("done", "lost"), "call_ms": (10.0, 20.0), "gone": (3, None), "flag": (True, False)
+        "leaks": (0, 1), "state": ("done", "lost"), "call_ms": (10.0, 20.0), "gone": (3, None), "flag": (True, False),
+        "lost_s": (1.5, None), "null_s": (2.5, None),
     }  # fmt: skip
     assert moved(old, old) == {}
 
@@ -110,6 +111,18 @@ def test_stored_outputs_are_compared_and_written(tmp_path, monkeypatch, capsys):
     assert {"data", "data --items 9"} <= set(kept), "the whole does not replace a part that is read with it"
     with pytest.raises(SystemExit):
         compare_figures.main(["no-such"])
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "failed"),
+    [
+        ('{"leaks": 0}', 0, 0), ('{"leaks": 1}', 1, 1), ('{"refused": "no peer"}', REFUSED, 0),
+        ("Traceback", 1, 1), ("a module is missing", 2, 1), ("", -9, 1),
+    ],
+)  # fmt: skip
+def test_benchmark_that_breaks_off_fails_the_comparison(told, status, failed, monkeypatch, capsys):
+    monkeypatch.setattr(compare_figures, "_run", lambda name: compare_figures.read_outcome(name, told, status))
+    assert compare_figures.main(["server"]) == failed
 
 
 def test_parts_stand_beside_the_whole_until_it_is_measured_anew():
