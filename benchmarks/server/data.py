@@ -6,8 +6,9 @@ A journal is written as the trajectory API writes it: groups of 8 single-turn an
 policy (its tokenizer, its chat template; words of random letters; right, wrong or cut answers), with log-probabilities.
 The items are exported by the program that exports for agents, in a process of its own whose peak resident set is
 measured, and the file is compared with the journal: every item's state, action, reward and place. Then texts of 8 to 30
-words, a fifth of them with one word changed, go through near-duplicate removal, which is judged against the pairs that
-are near duplicates by their exact Jaccard index. Estimated time: ten minutes; `--items` bounds time and disk space.
+words, a fifth of them with one word changed, go through near-duplicate removal, which is judged by exact Jaccard
+indices: of two near duplicates one has to go, and a text that went has to be near to an earlier one that stayed.
+Estimated time: ten minutes; `--items` bounds time and disk space.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from toprope.trajectories.synthesis.near_duplicates import deduplicate, shingles
 SIZE = 8
 PROMPT = "Spell this word backward (example: sun -> nus): "
 THRESHOLD = 0.7
-TOO_LAX_AND_STRICT, CONTROLLED = (0.999, 0.001), 2000
+TOO_LAX_AND_STRICT, CONTROLLED = (0.999, 0.5), 2000
 # Linux hands a parent's peak on to its children, so that of a small process stands between.
 _WATCHED = """
 import os, subprocess, sys
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures,
         goals={"count_errors": "== 0", "dedupe_missed_share": "<= 0.01", "export_rss_mb": "<= 200"},
         control="a reward that is changed in the export must be found; removal with too high a threshold must miss "
-        "near duplicates, and with too low a one remove texts that are none.",
+        "near duplicates, and with a slightly too low one remove texts that are none.",
         control_failed="; ".join(failed),
     )
 
@@ -104,7 +105,7 @@ def exported(place: Path, groups: int, form: str) -> dict[str, Any]:
     outcome = json.loads((job / "outcome.json").read_text())
     return {
         "export_items": outcome["items"],
-        "export_rss_mb": round(int(done.stdout.splitlines()[-1]) / 1024),
+        "export_rss_mb": peak_mb(int(done.stdout.splitlines()[-1])),
         "export_seconds": round(seconds, 1),
         "export_format": form,
         "export_mb": round(target.stat().st_size / 1e6, 1),
@@ -114,6 +115,11 @@ def exported(place: Path, groups: int, form: str) -> dict[str, Any]:
         "export_errors": wrong(_rows(target, form), groups),
         "planted_errors_found": wrong(_with_one_error(_rows(target, form)), groups),
     }
+
+
+def peak_mb(ru_maxrss: int) -> int:
+    """Return a peak resident set in MB; macOS tells bytes, Linux KB."""
+    return round(ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10))
 
 
 def make_run(place: Path) -> RunFolder:
@@ -242,13 +248,22 @@ def deduplicated(count: int) -> dict[str, Any]:
     stayed = {item.metadata["number"] for item in kept}
     sets = {number: shingles(f"{texts[number]}\n") for number in {*origins, *origins.values()}}
     near = {one: of for one, of in origins.items() if similarity(sets[one], sets[of]) >= THRESHOLD}
-    fresh = set(range(count)) - origins.keys()
+    # Texts of different families have hardly a word in common.
+    root = {number: number for number in range(count)}
+    families: dict[int, list[int]] = {}
+    for number, source in origins.items():  # a source comes before what is made from it
+        root[number] = root[source]
+        families.setdefault(root[number], [root[number]]).append(number)
+
+    def is_wrong(number: int, stayed: set[int]) -> bool:
+        earlier = [one for one in families.get(root[number], ()) if one < number and one in stayed]
+        return not any(similarity(sets[number], sets[one]) >= THRESHOLD for one in earlier)
 
     def judged(stayed: set[int], among: int = count) -> tuple[int, int]:
         """Of the first texts, those that stayed beside an original that they are near to, and removed ones that are
-        near to none."""
+        near to no earlier one that stayed."""
         missed = sum(number in stayed and source in stayed for number, source in near.items() if number < among)
-        return missed, len({number for number in fresh if number < among} - stayed)
+        return missed, sum(is_wrong(number, stayed) for number in range(among) if number not in stayed)
 
     missed, wrong_removals = judged(stayed)
     # The same removal with thresholds that are too high and too low.
@@ -266,7 +281,7 @@ def deduplicated(count: int) -> dict[str, Any]:
         "dedupe_wrong": wrong_removals + (len(kept) + left != count),
         "control_dedupe_missed": judged(lax, few)[0],
         "control_dedupe_wrong": judged(strict, few)[1],
-        "dedupe_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "dedupe_rss_mb": peak_mb(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
     }
 
 

@@ -110,6 +110,20 @@ def test_slice_of_data_exports_and_deduplicates_exactly(capsys):
     assert figures_of(capsys.readouterr().out)["count_errors"] == 0
 
 
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1 << 10), ("darwin", 1 << 20)])
+def test_peak_memory_is_told_in_the_unit_of_the_system(platform, unit, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
+    assert data.peak_mb(93 * unit) == 93
+
+
+@pytest.mark.parametrize(("threshold", "wrong"), [(0.7, False), (0.6, True), (0.3, True)])
+def test_removal_with_too_low_a_threshold_is_an_error(threshold, wrong, monkeypatch):
+    removal = data.deduplicate
+    monkeypatch.setattr(data, "deduplicate", lambda items, given: removal(items, min(given, threshold)))
+    figures = data.deduplicated(600)
+    assert (figures["dedupe_wrong"] > 0) == wrong and figures["control_dedupe_wrong"] > 0
+
+
 def test_judge_of_near_duplicates_that_sees_none_proves_nothing(monkeypatch, capsys):
     monkeypatch.setattr(data, "similarity", lambda one, other: 0.0)
     monkeypatch.setattr(
