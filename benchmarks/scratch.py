@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,11 @@ def processes_of(folder: Path, *, keepers_only: bool = False) -> list[psutil.Pro
     """Return the other processes whose arguments, environment or current folder contain the path of `folder`."""
     found, text = [], str(folder)
     for process in psutil.process_iter():
-        try:
-            words = [*process.cmdline(), *process.environ().values(), process.cwd()]
-        except psutil.Error:
-            continue
+        words: list[str] = []
+        # One by one: a keeper hides its environment and its folder from its own user, but not its arguments.
+        for read in (process.cmdline, lambda one=process: one.environ().values(), lambda one=process: [one.cwd()]):
+            with suppress(psutil.Error):
+                words += read()
         if keepers_only and "toprope.supervisor.keeper" not in words:
             continue
         if process.pid != os.getpid() and any(text in word for word in words):

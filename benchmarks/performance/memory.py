@@ -1,4 +1,4 @@
-"""Measure the memory of a server and a run of the demo's kind: `make bench-memory`. Linux only.
+"""Measure the memory of a server and a run of the demo's kind: `make bench-memory`. Linux and root only.
 
     python -P -m benchmarks memory [--seconds N]
 
@@ -6,7 +6,7 @@ The policy is made before, as in every run but the first. While the run trains, 
 measured twice a second: RSS (all resident pages), USS (pages of this process alone) and PSS (shared pages divided among
 their users), from `smaps_rollup`. `run_pss_mb` is the highest sum of PSS; the table shows the processes at that moment.
 Control: a process that holds 64 MB more than an idle one has to show as 64 MB more, and the server and every component
-have to be among the processes; otherwise the benchmark exits with 2. Takes two minutes; needs nothing else.
+have to be among the processes; otherwise the benchmark exits with 2. Takes two minutes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.scratch import scratch
 from benchmarks.training_agent import training_agent
 
 CONTROL_MB = 64
-_COMPONENTS = ("toprope_server.cli", "keeper", "api", "inference", "trainer", "driver")
+_COMPONENTS = ("toprope_server.cli", "keeper", "api", "inference", "trainer", "driver", "worker")
 """Words of the names of processes that every sample has."""
 _STARTED_WITHIN_S = 300.0
 _MAKE = """
@@ -58,7 +58,8 @@ def memory_of(process: psutil.Process) -> Memory:
     """Measure a process.
 
     Raises:
-        OSError: It is gone, or belongs to another user.
+        OSError: It is gone.
+        PermissionError: It hides its memory from its own user, as a keeper does.
     """
     found: dict[str, float] = {}
     for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]:
@@ -75,13 +76,19 @@ def _name(process: psutil.Process) -> str:
         return "?"
     if any(word.endswith("guard.py") for word in words):
         return f"guard of {words[words.index('-m') + 1].rpartition('.')[2] if '-m' in words else '?'}"
+    if any(word.endswith("sdk/worker/program.py") for word in words):
+        return "worker"
     if "-m" in words:
         return " ".join(words[words.index("-m") + 1 :][:2]).replace("toprope.training.", "")[:40]
     return " ".join(words)[:40]
 
 
 def _sample(home: Path) -> list[Memory]:
-    """Measure the server, keepers and everything below them."""
+    """Measure the server, keepers and everything below them.
+
+    Raises:
+        PermissionError: One of them hides its memory; the sum would lack it.
+    """
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
@@ -95,6 +102,8 @@ def _sample(home: Path) -> list[Memory]:
     for process in found.values():
         try:
             measured.append(memory_of(process))
+        except PermissionError:
+            raise PermissionError(f"the memory of {_name(process)} can be read by root only") from None
         except (OSError, KeyError, psutil.Error):
             continue
     return measured
@@ -106,8 +115,13 @@ def missing(sample: Sequence[Memory]) -> list[str]:
 
 
 async def _measure(home: Path, seconds: float) -> list[list[Memory]]:
-    """Samples of the time in which a run trains."""
+    """Samples of the time in which a run trains.
+
+    Raises:
+        PermissionError: See `_sample`.
+    """
     samples: list[list[Memory]] = []
+    hidden: PermissionError | None = None
     async with training_agent(home, Console(stderr=True)) as agent:
         changes = {"budget.max_train_seconds": seconds, "evaluation.heldout_tasks": 100}
         run_id = await agent.start(ENVIRONMENT, PRESET, changes)
@@ -116,8 +130,14 @@ async def _measure(home: Path, seconds: float) -> list[list[Memory]]:
             if time.monotonic() > limit:
                 raise SystemExit(f"{run_id} is still {state}")
             if state == "training" and (folder / "metrics.jsonl").exists():
-                samples.append(await asyncio.to_thread(_sample, home))
+                try:
+                    samples.append(await asyncio.to_thread(_sample, home))
+                except PermissionError as error:
+                    hidden = error
+                    break
             await asyncio.sleep(0.5)
+    if hidden is not None:  # raised here: the client's task group would wrap it
+        raise hidden
     if state != "completed":
         raise SystemExit(f"{run_id} is {state}")
     return samples
@@ -148,7 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (home / "config").mkdir()
         # In a process of its own: this one must not share the pages of PyTorch.
         subprocess.run([sys.executable, "-P", "-c", _MAKE, str(home / "policies")], check=True)
-        samples = asyncio.run(_measure(home, given.seconds))
+        try:
+            samples = asyncio.run(_measure(home, given.seconds))
+        except PermissionError as error:
+            return refuse(str(error))
     highest = max(samples, key=lambda sample: sum(one.pss for one in sample))
     lost = missing(highest)
     table = Table("process", "RSS", "USS", "PSS", title="MB at the highest sum of PSS")

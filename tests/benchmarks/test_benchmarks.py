@@ -211,6 +211,24 @@ with scratch.scratch("outer"), scratch.scratch("deaf"):  # as `python -m benchma
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("hidden", [("environ", "cwd"), ("cmdline", "cwd"), ("cmdline", "environ")])
+def test_process_that_hides_the_rest_is_found(hidden, tmp_path, monkeypatch):
+    program = "import time; print(flush=True); time.sleep(600)"
+    command, variables = [sys.executable, "-c", program, str(tmp_path)], os.environ | {"PLACE": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path, env=variables) as process:
+        assert process.stdout is not None and process.stdout.readline()
+
+        def hides(one):
+            raise psutil.AccessDenied(one.pid)
+
+        try:
+            for name in hidden:
+                monkeypatch.setattr(psutil.Process, name, hides)
+            assert [one.pid for one in processes_of(tmp_path)] == [process.pid]
+        finally:
+            process.kill()
+
+
 def test_processes_are_ended_however_long_the_search_takes(tmp_path, monkeypatch):
     hours = itertools.count(step=3600.0)
     monkeypatch.setattr(scratch, "time", SimpleNamespace(monotonic=lambda: next(hours)), raising=False)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.learning import evolution, sft_then_grpo
 from benchmarks.performance import memory, train
+from benchmarks.report import REFUSED
 from benchmarks.training_agent import training_agent
 from toprope.records.sweep_journal import read_standing
 from toprope.settings.owner import Home
@@ -43,7 +44,29 @@ def test_every_component_of_a_run_is_in_a_sample(home):
     highest = max(samples, key=lambda sample: sum(one.pss for one in sample))
     assert not memory.missing(highest)
     assert all(0 < one.uss <= one.pss + 1 and one.pss <= one.rss + 1 for one in highest)
-    assert memory.missing([one for one in highest if "driver" not in one.name]) == ["driver"]
+    for word in ("driver", "worker"):
+        assert memory.missing([one for one in highest if word not in one.name]) == [word]
+
+
+def test_memory_that_is_hidden_is_not_left_out(monkeypatch, capsys):
+    def hides(process):
+        raise PermissionError
+
+    monkeypatch.setattr(memory, "memory_of", hides)
+    monkeypatch.setattr(memory.psutil, "process_iter", lambda: [memory.psutil.Process()])
+    words = ["python", "-m", "toprope.supervisor.keeper", "/home/run-a"]
+    monkeypatch.setattr(memory.psutil.Process, "cmdline", lambda one: words)
+    with pytest.raises(PermissionError, match=r"memory of toprope.supervisor.keeper /home/run-a can be read by root"):
+        memory._sample(Path("/home"))
+
+    async def measure(*_):
+        raise PermissionError("the memory of a keeper can be read by root only")
+
+    monkeypatch.setattr(memory, "_measure", measure)
+    monkeypatch.setattr(memory, "control_mb", lambda: 64.0)
+    monkeypatch.setattr(memory.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert memory.main([]) == REFUSED and "by root only" in capsys.readouterr().out
 
 
 def test_decisions_of_a_small_sweep_follow_its_scores(tiny_policy, tmp_path, monkeypatch):
