@@ -7,10 +7,15 @@ import time
 import anyio
 import pytest
 
+from benchmarks.agent import agent
 from benchmarks.agent.counts import Exchange, Poll, compact, figures
 from benchmarks.agent.polls import Poller, short_status
+from benchmarks.report import REFUSED
+from tests.support.run_harness import RunHarness, ended, eventually
 from tests.support.tools_house import become, make_workshop, start_run, step
 from toprope.records.run.status import Finding, Status
+from toprope.settings.owner import Home
+from toprope.supervisor.capacity.reservations import Machine
 
 
 @pytest.fixture
@@ -96,6 +101,36 @@ def test_all_runs_are_polled_together_every_thirty_seconds_until_one_poll_sees_t
     assert poller.polls[0].request == len(
         compact({"name": "check_status", "arguments": {"run_ids": [working.run_id, queued.run_id]}})
     )
+
+
+def test_runs_that_took_longer_make_the_goals_easier_and_are_refused(tmp_path, monkeypatch, capsys):
+    found: dict = {"calls_ratio": 1.32, "calls_ratio_control": 0.8, "tokens_ratio": 3.1, "tokens_ratio_control": 2.0}
+    for polls, status in ((agent.MOST_POLLS, 0), (agent.MOST_POLLS + 1, REFUSED)):
+
+        async def measure(*_, polls=polls):
+            return found | {"proved": True, "polls": polls}
+
+        monkeypatch.setattr(agent, "measure", measure)
+        monkeypatch.setattr("sys.argv", ["agent"])
+        assert agent.main() == status
+    assert "34 polls were made" in capsys.readouterr().out
+
+
+def test_runs_train_one_after_the_other_on_any_machine(tmp_path):
+    (tmp_path / "settings.yaml").write_text(agent.SETTINGS)
+    limit = Home(tmp_path, tmp_path).settings().machine
+    harness = RunHarness(tmp_path)
+    harness.machine = Machine.detect(limit.threads, limit.gpus)
+    try:
+        endless = {"trainer": {"endless": True}}
+        (runs, first), (_, second) = harness.start(endless), harness.start(endless)
+        eventually(lambda: runs.status(first.run_id).state == "training")
+        eventually(lambda: "Waits for 2 CPU threads" in runs.status(second.run_id).reason)
+        for folder in (second, first):
+            runs.stop(folder.run_id, 0)
+            ended(runs, folder)
+    finally:
+        harness.close()
 
 
 def test_the_poll_that_the_agent_acts_on_is_the_last(house):
