@@ -5,9 +5,9 @@
 Same policy, task, batch, settings and number of steps for all sides. A run is a whole crew, started through the server;
 its processor seconds are those of all its processes. TRL generates, scores and trains in one process, at its fastest
 settings for a CPU, with one or two threads, whichever is faster in the round. The sides alternate, so that the ratios
-hold on a loaded machine too; medians over the rounds count. `floor_ratio` is a run's seconds a step over the larger of
-plain torch's training pass and decoding. `seconds_to_0_8`: from the first batch until eight of ten answers of the last
-20 steps were right; null if the limit came first.
+hold on a loaded machine too; medians over the rounds count. Each learns once, on a quiet machine. `floor_ratio` is a
+run's seconds a step over the larger of plain torch's training pass and decoding. `seconds_to_0_8`: from the first batch
+until eight of ten answers of the last 20 steps were right; null if the limit came first.
 
 Control: a run with twice the groups a step, in the same round, has to take half as long again at least; otherwise steps
 were not measured, and the benchmark exits with 2. Estimated time: 25 minutes; needs nothing else.
@@ -31,7 +31,7 @@ import psutil
 from rich.console import Console
 from toprope_server.cli.demo import ENVIRONMENT, PRESET
 
-from benchmarks.report import report
+from benchmarks.report import report, wait_until_quiet
 from benchmarks.scratch import scratch
 from benchmarks.training_agent import training_agent
 from toprope.training.policy.loading import embedded_folder
@@ -172,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     console, rounds, began = Console(stderr=True, highlight=False), [], time.monotonic()
     learning: dict[str, float | None] = {}
+    quiet: bool | None = None
     with scratch("train") as home:
         (home / "config").mkdir()
         runs = Runs(home)
@@ -204,8 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"round {number + 1}: " + ", ".join(f"{name} {value:.3g}" for name, value in one.items()))
             rounds.append(one)
         if not given.no_learning:
-            long = 4000
+            long, quiet = 4000, wait_until_quiet()
             learning["seconds_to_0_8"] = seconds_to(0.8, runs.train(long, seed=0, seconds=LEARNING_LIMIT_S))
+            quiet = wait_until_quiet() and quiet  # a busy machine would slow TRL alone
             learning["trl_seconds_to_0_8"] = seconds_to(
                 0.8, run_reference("trl", runs.policy, int(LEARNING_LIMIT_S / 0.075), WARM, threads, 0)
             )
@@ -230,6 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         control_failed=""
         if figures["control_double_ratio"] >= _DOUBLE_LEAST
         else f"it takes {figures['control_double_ratio']:.2f} times as long",
+        timed=("seconds_ratio_to_0_8",),
+        quiet=quiet,
     )
 
 

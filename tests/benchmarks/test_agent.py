@@ -119,6 +119,7 @@ def test_runs_that_took_longer_make_the_goals_easier_and_are_refused(tmp_path, m
 def test_runs_train_one_after_the_other_on_any_machine(tmp_path):
     (tmp_path / "settings.yaml").write_text(agent.SETTINGS)
     limit = Home(tmp_path, tmp_path).settings().machine
+    assert limit.threads is not None
     harness = RunHarness(tmp_path)
     harness.machine = Machine.detect(limit.threads, limit.gpus)
     try:

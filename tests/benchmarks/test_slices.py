@@ -335,6 +335,45 @@ def test_time_to_a_share_is_found_in_rows():
     assert train.seconds_to(0.95, found) is None
 
 
+def test_time_to_a_share_on_a_busy_machine_meets_no_goal(monkeypatch, capsys):
+    class Runs:
+        policy = None
+
+        def __init__(self, home):
+            pass
+
+        def train(self, steps, seed, seconds=None, **more):
+            share = {"success": [1.0] * train.WINDOW, "elapsed_s": [3.0] * train.WINDOW}
+            return {"wall_s": 0.2 if more else 0.1, "cpu_s": 0.1} | share
+
+    def reference(side, *_):
+        if side == "floor":
+            return {"train_s": 0.1, "decode_s": 0.1}
+        return {"wall_s": 0.5, "cpu_s": 0.5, "success": [1.0] * train.WINDOW, "elapsed_s": [9.0] * train.WINDOW}
+
+    monkeypatch.setattr(train, "Runs", Runs)
+    monkeypatch.setattr(train, "run_reference", reference)
+    for asked, status in (([True, True], 0), ([True, False], 1), ([False, True], 1)):
+        monkeypatch.setattr(train, "wait_until_quiet", iter(asked).__next__)
+        assert train.main(["--rounds", "1"]) == status
+        assert ("missed: seconds_ratio_to_0_8" in capsys.readouterr().out) == bool(status)
+    assert train.main(["--rounds", "1", "--no-learning"]) == 0
+
+
+def test_arms_of_equal_seconds_ask_again_if_the_machine_is_quiet(monkeypatch, capsys):
+    found = {"gain_points": 9.0, "gain_points_seconds": 9.0, "control_gain_points": 0.0}
+    found |= {"dataset_items": 9, "dataset_items_wrong": 9, "accuracy_grpo": [0.5]}
+
+    async def measured(*_):
+        return found | {"quiet": quiet}
+
+    monkeypatch.setattr(sft_then_grpo, "measured", measured)
+    monkeypatch.setattr(sft_then_grpo, "wait_until_quiet", lambda: True)
+    for quiet in (True, False):
+        assert sft_then_grpo.main([]) == int(not quiet)
+        assert ("missed: gain_points_seconds\n" in capsys.readouterr().out) != quiet
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounting needs root on Linux")
 def test_small_disk_is_filled_to_the_last_byte(tmp_path):
     try:
