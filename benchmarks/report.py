@@ -35,7 +35,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 REFUSED = 3
 """The exit status of a benchmark that measured nothing, because a peer or a right is missing."""
 _TIME = re.compile(r"_(s|ms|us|seconds)(_max|_median|_p\d+)?$")
-_PLACES = frozenset({"--home", "--kept", "--log", "--picture", "--report", "--trl"})
+_PLACES = frozenset({"--home", "--log", "--picture", "--report", "--trl"})
 """Options that name places of one machine, which change no figure."""
 QUIET_LOAD = 0.6
 """Processes that may run besides a benchmark, averaged over a minute."""

@@ -85,6 +85,13 @@ class Net:
         self.host = f"10.{number}.0.1"
         self.addresses = {name: f"10.{number}.0.{11 + index}" for index, name in enumerate(names)}
         self._ip("link", "add", f"{self._tag}br", "type", "bridge")
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
         self._ip("addr", "add", f"{self.host}/24", "dev", f"{self._tag}br")
         self._ip("link", "set", f"{self._tag}br", "up")
         for index, (name, address) in enumerate(self.addresses.items()):

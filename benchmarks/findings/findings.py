@@ -32,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.findings.changes import ENVIRONMENTS, Draft, draw, read_harm
 from benchmarks.findings.runs import Done, Runner
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 
 __all__ = ["main", "named"]
@@ -77,6 +77,11 @@ def main() -> int:
     with scratch("findings", options.keep) as home:
         runner = Runner(home, options.seconds)
         presets = _presets(runner, drafts, options.at_once, console)
+        for name, runs in presets.items():
+            if broken := [
+                f"{run.run_id} is {run.state}" for run in runs if run.state != "completed" or run.low is None
+            ]:
+                return refuse(f"every run reaches a preset that did not complete on {name}: {', '.join(broken)}.")
 
         def one(draft: Draft) -> Result:
             result = Result(draft, runner.train(draft.environment, draft.changes, draft.name), [])

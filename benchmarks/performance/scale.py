@@ -31,7 +31,7 @@ import psutil
 from rich.console import Console
 
 from benchmarks.faults.lives import RealHarness
-from benchmarks.report import report
+from benchmarks.report import machine, refuse, report
 from benchmarks.scratch import scratch
 from tests.support.run_harness import ended, eventually
 from toprope.machine import processor_count
@@ -212,9 +212,12 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, default=None, help="also draw the rates into this PNG")
     parser.add_argument("--kept", type=Path, default=None, help="keeps measurements, which are not repeated, in a file")
     options = parser.parse_args()
-    console, kept = Console(stderr=True), dict[str, dict[str, Any]]()
+    console = Console(stderr=True)
+    kept: dict[str, Any] = {"on": time.strftime("%Y-%m-%d"), "machine": machine()}
     if options.kept is not None and options.kept.exists():
         kept = json.loads(options.kept.read_text())
+        if (other := kept.get("machine")) != machine():
+            return refuse(f"{options.kept} has measurements of {other or 'a machine that it does not name'}.")
 
     def measure(name: str, workers: int, **how: Any) -> dict[str, Any]:
         if name not in kept:
@@ -236,7 +239,8 @@ def main() -> int:
     costs, most = Costs(busy["per_group"], busy["steps"]), WORKERS[-1]
     off = max(abs(simulate(workers, costs) / rate - 1) for workers, rate in measured.items())
     of_group = {**costs.per_group, "trainer": sum(costs.steps) / len(costs.steps) / STEP}
-    figures: dict[str, float] = {f"rollouts_per_s_{workers}": rate for workers, rate in measured.items()}
+    figures: dict[str, Any] = {"on": kept["on"], "machine": kept["machine"]} if options.kept is not None else {}
+    figures |= {f"rollouts_per_s_{workers}": rate for workers, rate in measured.items()}
     figures |= {
         "scaling_efficiency": measured[most] / (most * measured[1]),
         "control_efficiency": locked / (most * measured[1]),

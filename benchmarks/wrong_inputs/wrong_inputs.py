@@ -20,7 +20,7 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 from benchmarks.wrong_inputs import calls, code, machine, owner, runs, states
 from benchmarks.wrong_inputs.installation import Answer, Case, Expected, Installation, Verdict, judge
@@ -89,6 +89,8 @@ def main() -> int:
     """Play all cases, print the table and the figures."""
     words = " ".join(sys.argv[1:]).casefold()
     cases = [case for case in CASES if words in f"{case.kind} {case.title}".casefold()]
+    if not cases:
+        return refuse(f"no case's kind or title contains {words!r}.")
     console = Console(width=150)
     with scratch("wrong") as folder:
         verdicts = anyio.run(play_all, cases, folder, console)
