@@ -142,6 +142,8 @@ class _Tally:
         """Say why the figures prove nothing; empty if they do."""
         if self._trained < self._begun:
             return f"{self._begun - self._trained} of {self._begun} runs took no step"
+        if self._planted is None:
+            return "the control was not run"
         return "a second keeper was planted and not counted" if self._planted == 1 else ""
 
     def figures(self) -> dict[str, Any]:
@@ -163,8 +165,11 @@ class _Tally:
         self._starts.append(time.monotonic() - begun)
         wait_until(lambda: read_rows(folder.metrics), "a first step", _SOON_S)
         self._trained += 1
-        self._double += add_keeper(harness.house, folder, harness.command) - 1
+        self._count_second(add_keeper(harness.house, folder, harness.command))
         return runs, folder
+
+    def _count_second(self, keepers: int) -> None:
+        self._double += max(0, keepers - 1)  # a run without a keeper makes up for no second one
 
     def play(self, name: str, part: Callable[[], None]) -> None:
         """Play one part; one that breaks off is a wrong ending, and the others are played all the same."""
@@ -189,7 +194,7 @@ class _Tally:
         begun, rows = time.monotonic(), len(read_rows(folder.metrics))
         runs.resume(folder.run_id)
         wait_until(lambda: len(read_rows(folder.metrics)) > rows, "a step after the resume", _SOON_S)
-        self._double += keepers_of(folder) - 1
+        self._count_second(keepers_of(folder))
         seconds = time.monotonic() - begun
         runs.stop(folder.run_id)
         wait_until(lambda: runs.status(folder.run_id).ended_at is not None, "the end", _SOON_S)

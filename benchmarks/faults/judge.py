@@ -15,14 +15,12 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faults.lives import Ports, eventually, temporary_files
+from benchmarks.faults.lives import Leftovers, Ports
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import TRANSITIONS, Status, read_events
 from toprope.supervisor.lock import is_held
 
 __all__ = ["Story", "Tally", "index_errors", "look"]
-
-_LAST_GO_WITHIN_S = 8.0
 
 
 @dataclass
@@ -45,20 +43,12 @@ class Story:
 
 
 @dataclass
-class Tally:
+class Tally(Leftovers):
     """All problems that were found."""
 
-    processes: list[str] = field(default_factory=list)
-    ports: list[str] = field(default_factory=list)
-    locks: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     unaccounted: list[str] = field(default_factory=list)
     index: list[str] = field(default_factory=list)
-
-    @property
-    def leftovers(self) -> list[str]:
-        return [*self.processes, *self.ports, *self.locks, *self.files]
 
     @property
     def everything(self) -> list[str]:
@@ -73,18 +63,8 @@ def look(
     processes: Callable[[], list[psutil.Process]],
     tally: Tally,
 ) -> None:
-    """Judge a run that has ended. The last processes may take some seconds to go."""
-    try:
-        eventually(lambda: not processes() and not is_held(folder.lock), "the end of all processes", _LAST_GO_WITHIN_S)
-    except TimeoutError:
-        tally.processes += [f"{folder.run_id}: {_words(process)}" for process in processes()]
-        tally.locks += [f"{folder.run_id}: its lock is held"] if is_held(folder.lock) else []
-    tally.ports += [f"{folder.run_id}: port {port}" for port in ports.open()]
-    files = [*folder.path.rglob(".*"), *temporary_files(harness)]
-    files += [folder.crew] if folder.crew.exists() else []
-    files += list((harness / "runs" / ".reservations").glob(f"*{folder.run_id}*"))
-    known = set(tally.files)
-    tally.files += [name for path in files if (name := str(path.relative_to(harness))) not in known]
+    """Judge a run that has ended."""
+    tally.look(harness, folder, ports, processes)
     status = Status.read(folder)
     events = list(read_events(folder.events))
     story.states = [str(event.data["to"]) for event in events if event.kind == "state"]
@@ -170,13 +150,6 @@ def last_look(harness: Path, tally: Tally) -> None:
     tally.files += [str(path.relative_to(harness)) for path in left()]
     if is_held(harness / "runs" / ".reservations" / "lock"):
         tally.locks.append("the lock of the reservations is held")
-
-
-def _words(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())[:160]
-    except psutil.Error:
-        return str(process)
 
 
 def said(story: Story) -> str:

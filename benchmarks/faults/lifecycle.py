@@ -6,8 +6,9 @@ Measured: the time from the SIGKILL of a member to the run's new state on disk, 
 the time of a stop of a crew that is frozen with unsaved steps, within the owner's grace of 4 s for the trainer and 2 s
 for the others; all with real components, and apart with stand-ins. The leftovers of runs that were stopped or killed at
 random moments. The loss and reward curves of deterministic trainings that were stopped and resumed, or whose trainer
-was killed, against those of one that was not; control: one with another seed must differ. The printed seed repeats the
-same choices, not the same timing. Estimated time: ten minutes; needs nothing else.
+was killed, against those of one that was not; control: one with another seed must differ, and a process and a file that
+are planted after a run's end must be found. The printed seed repeats the same choices, not the same timing. Estimated
+time: ten minutes; needs nothing else.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.faults.faults import caught
 from benchmarks.faults.lives import Leftovers, RealHarness, Round, deaths, harness_at, play, play_real, stubborn
 from benchmarks.learning.reproduce import curve_error, train
 from benchmarks.report import report, wait_until_quiet
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seed {seed}")
     quiet = wait_until_quiet()
     with scratch("lifecycle") as folder:
+        planted = caught(folder / "control")
         harness, real = harness_at(folder / "light"), None
         try:
             light_deaths, light_stops = deaths(harness, MEMBERS, DEATHS_EACH), stubborn(harness, STUBBORN_STOPS)
@@ -75,10 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "stubborn_stop_seconds_stand_ins": round(max(light_stops), 2),
         "rounds": len(light) + len(heavy),
         "real_rounds": len(heavy),
-        "leftovers": len(leftovers),
+        "leftovers": len(leftovers.leftovers),
         "leftover_processes": len(leftovers.processes),
         "leftover_ports": len(leftovers.ports),
+        "leftover_locks": len(leftovers.locks),
         "leftover_files": len(leftovers.files),
+        "planted_leftovers_found": planted,
         "resumes": sum("resumed" in story.end for story in light + heavy),
         "resume_step_error": max(errors) if errors else None,
         "resume_curve_error": resumed,
@@ -97,8 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "resume_step_error": "== 0",
             "resume_curve_error": "== 0",
         },
-        control="the curves of a training with another seed must differ.",
-        control_failed="" if 0 < control < math.inf else f"another seed gives curves that differ by {control}",
+        control="the curves of a training with another seed must differ, and leftovers that are planted be found.",
+        control_failed=f"another seed gives curves that differ by {control}"
+        if not 0 < control < math.inf
+        else ""
+        if planted == 2
+        else f"only {planted} of 2 planted leftovers were found",
         quiet=quiet,
     )
 
@@ -113,7 +122,7 @@ def _show(console: Console, stories: list[Round], leftovers: Leftovers) -> None:
             end += f" (from step {story.resumed_from}, off by {story.step_error})"
         table.add_row(story.crew, end, " ".join(story.states), f"{story.seconds:.1f}")
     console.print(table)
-    for what in (*leftovers.processes, *leftovers.ports, *leftovers.files):
+    for what in leftovers.leftovers:
         console.print(f"left over: {what}")
 
 

@@ -52,6 +52,7 @@ __all__ = [
     "stubborn",
 ]
 
+_LAST_GO_WITHIN_S = 8.0
 LIMIT_S = 240.0
 """A loaded machine starts a real crew in minutes."""
 BEHAVIOURS: dict[str, dict[str, dict[str, Any]]] = {
@@ -72,11 +73,38 @@ class Leftovers:
     """Leftovers of runs that have ended."""
 
     processes: list[str] = field(default_factory=list)
-    ports: list[int] = field(default_factory=list)
+    ports: list[str] = field(default_factory=list)
+    locks: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
 
-    def __len__(self) -> int:
-        return len(self.processes) + len(self.ports) + len(self.files)
+    @property
+    def leftovers(self) -> list[str]:
+        return [*self.processes, *self.ports, *self.locks, *self.files]
+
+    def look(self, home: Path, folder: RunFolder, ports: Ports, processes: Callable[[], list[psutil.Process]]) -> None:
+        """Add what is left of a run that has ended. The last processes may take some seconds to go."""
+
+        def gone() -> bool:
+            return not processes() and not is_held(folder.lock)
+
+        try:
+            eventually(gone, "the end of all processes", _LAST_GO_WITHIN_S)
+        except TimeoutError:
+            self.processes += [f"{folder.run_id}: {_words(process)}" for process in processes()]
+            self.locks += [f"{folder.run_id}: its lock is held"] if is_held(folder.lock) else []
+        self.ports += [f"{folder.run_id}: port {port}" for port in ports.open()]
+        files = [*folder.path.rglob(".*"), *temporary_files(home)]
+        files += [folder.crew] if folder.crew.exists() else []
+        files += list((home / "runs" / ".reservations").glob(f"*{folder.run_id}*"))
+        known = set(self.files)
+        self.files += [name for path in files if (name := str(path.relative_to(home))) not in known]
+
+
+def _words(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:160]
+    except psutil.Error:
+        return str(process)
 
 
 @dataclass
@@ -240,7 +268,7 @@ def play(harness: RunHarness, dice: random.Random, leftovers: Leftovers) -> Roun
         ports.note(harness.processes(folder))
         story.end += ", resumed, " + _finish(harness, runs, folder, dice, "endless")
         _end_of(runs, folder)
-    _look(harness, folder, ports, leftovers)
+    leftovers.look(harness.path, folder, ports, lambda: harness.processes(folder))
     story.states = [str(event.data["to"]) for event in runs.events(folder.run_id) if event.kind == "state"]
     story.seconds = time.monotonic() - began
     return story
@@ -274,7 +302,7 @@ def play_real(harness: RealHarness, end: str, dice: random.Random, leftovers: Le
         runs.stop(folder.run_id)
     status = _end_of(runs, folder)
     story.end += f", {status.state}"
-    _look(harness, folder, ports, leftovers)
+    leftovers.look(harness.path, folder, ports, lambda: harness.processes(folder))
     story.states = [str(event.data["to"]) for event in runs.events(folder.run_id) if event.kind == "state"]
     story.seconds = time.monotonic() - began
     return story
@@ -355,22 +383,6 @@ class Ports:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     left.append(port)
         return left
-
-
-def _look(harness: RunHarness, folder: RunFolder, ports: Ports, leftovers: Leftovers) -> None:
-    """Count the leftovers of a run that has ended; its last processes get 5 s."""
-    try:
-        eventually(lambda: not harness.processes(folder), "the end of all processes", 5.0)
-    except TimeoutError:
-        leftovers.processes += [" ".join(process.cmdline())[:120] for process in harness.processes(folder)]
-    leftovers.ports += ports.open()
-    places = [folder.path, harness.path / "tmp"]
-    files = [path for place in places for path in place.rglob(".*")]
-    files += [folder.crew] if folder.crew.exists() else []
-    files += temporary_files(harness.path)
-    files += [path for path in (folder.path.parent / ".reservations").glob(f"*{folder.run_id}*")]
-    names = [str(path.relative_to(harness.path)) for path in files]
-    leftovers.files += [name for name in dict.fromkeys(names) if name not in leftovers.files]
 
 
 def _until(runs: RunManager, folder: RunFolder, state: str) -> Status:

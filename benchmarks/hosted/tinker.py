@@ -103,6 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
             if given.only in (None, "others"):
                 figures |= asyncio.run(_others(path / "others", server.url, model, given.steps * 2 // 3, console))
                 goals |= OTHER_GOALS
+                failed += ["the control was not run"] if given.only else []
         finally:
             server.close()
     return report(

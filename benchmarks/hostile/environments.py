@@ -310,6 +310,7 @@ def measure(seed: int, quick: bool) -> dict[str, Any]:
             print(f"{'':<36}{'':>20}   control: {let.said[:90]}")
     return {
         "hostile_environments": len(proven),
+        "control_hostile_environments": len(proven),
         "escapes": len(escaped),
         "escaped": escaped,
         "canaries_found": sum(canary in one.said for one in walled.values()),

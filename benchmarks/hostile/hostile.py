@@ -51,14 +51,19 @@ def main() -> int:
             counted = figure in figures and isinstance(value, int | float)
             figures[figure] = figures[figure] + value if counted else value  # canaries are looked for by several
         figures[f"{name}_seconds"] = round(time.monotonic() - began, 1)
-    harmless = [name for name, value in figures.items() if name.startswith(CONTROLS) and not value]
+    controls = [name for name in figures if name.startswith(CONTROLS)]
+    harmless = [name for name in controls if not figures[name]]
     return report(
         "Attacks, a sample" if given.quick else "Attacks",
         figures,
         goals=goals,
         timed=(),  # a door that is closed for no second cannot be won by load
         control="each part attacks a copy with its wall taken away; those attacks must succeed.",
-        control_failed=f"{', '.join(harmless)} is 0 without the wall" if harmless else "",
+        control_failed=f"{', '.join(harmless)} is 0 without the wall"
+        if harmless
+        else ""
+        if controls
+        else "the control was not run",
     )
 
 

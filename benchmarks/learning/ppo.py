@@ -7,6 +7,9 @@
     grpo        the demo's GRPO with as many steps on as many rollouts, for time and memory beside it
     turns       PPO on a task of up to three turns, before and after
 
+Control: the reference must differ from a loss with another clip range, and with rewards that are shuffled within each
+group, `demo` and `turns` must miss their accuracies. They may rise: PPO sees which groups did well.
+
 Steps are counted, not seconds: results do not depend on the machine's load; times do. Estimated time: half an hour;
 needs nothing else.
 """
@@ -29,7 +32,7 @@ from rich.console import Console
 from toprope_server.cli.demo import ENVIRONMENT, PRESET
 
 from benchmarks.learning.ppo_reference import largest_error
-from benchmarks.report import report
+from benchmarks.report import is_met, report
 from benchmarks.scratch import scratch
 from benchmarks.training_agent import Done, TrainingAgent, training_agent
 from toprope.settings.schema import PpoSection
@@ -37,6 +40,13 @@ from toprope.settings.schema import PpoSection
 STEPS, TURNS_STEPS = 1500, 700
 PPO: dict[str, Any] = {"algorithm.name": "ppo", "optimizer.learning_rate": 5e-4}
 """The preset is the demo's; PPO goes over each batch twice, so its steps are half as long."""
+_SHUFFLED = {"algorithm.shuffle_rewards": True}
+GOALS = {
+    "reference_max_error": "<= 1e-4",
+    "ppo_accuracy": ">= 0.6",
+    "turns_accuracy_after": ">= 0.6",
+    "turns_rose": "== true",
+}
 _COUNTED: dict[str, Any] = {"budget.max_train_seconds": None, "evaluation.examples": 2}
 _ENDED = ("completed", "failed", "lost", "stopped")
 _MB = 1 << 20
@@ -113,10 +123,13 @@ async def _figures(agent: Agent, only: str | None, seeds: int, steps: int) -> di
             await agent.train(f"PPO, seed {seed}", ENVIRONMENT, PPO | {"algorithm.seed": seed, "budget.steps": steps})
             for seed in range(seeds)
         ]
+        changes = PPO | _SHUFFLED | {"algorithm.seed": 0, "budget.steps": steps}
+        shuffled = await agent.train("PPO, shuffled rewards", ENVIRONMENT, changes)
         after = [one.accuracy("after") for one in runs]
         figures |= {
             "ppo_accuracy": min(after),
             "ppo_accuracy_by_seed": after,
+            "control_ppo_accuracy": shuffled.accuracy("after"),
             "ppo_accuracy_before": [one.accuracy("before") for one in runs],
             "ppo_greedy_by_seed": [one.accuracy("after", "greedy") for one in runs],
             "heldout_tasks": runs[0].results["evaluations"]["after"]["sampled"]["tasks"],
@@ -128,14 +141,15 @@ async def _figures(agent: Agent, only: str | None, seeds: int, steps: int) -> di
         grpo = await agent.train("GRPO beside it", ENVIRONMENT, {"algorithm.seed": 0, "budget.steps": steps})
         figures |= {"grpo_accuracy": grpo.accuracy("after")} | _cost("grpo", grpo)
     if only in (None, "turns"):
-        turns = await agent.train(
-            "PPO, up to three turns", "hinted_spelling", PPO | {"budget.steps": min(steps, TURNS_STEPS)}
-        )
+        changes = PPO | {"budget.steps": min(steps, TURNS_STEPS)}
+        turns = await agent.train("PPO, up to three turns", "hinted_spelling", changes)
+        shuffled = await agent.train("PPO, turns, shuffled rewards", "hinted_spelling", changes | _SHUFFLED)
         late, early = turns.rows[-50:], turns.rows[:50]
         figures |= {
             "turns_accuracy_before": turns.accuracy("before"),
             "turns_accuracy_after": turns.accuracy("after"),
             "turns_rose": turns.results["rose"],
+            "control_turns_accuracy_after": shuffled.accuracy("after"),
             "turns_mean_before": statistics.fmean(row["turns/mean"] for row in early),
             "turns_mean_after": statistics.fmean(row["turns/mean"] for row in late),
         }
@@ -168,19 +182,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with scratch("ppo") as path:
             figures |= asyncio.run(_trained(path, given.only, given.seeds, given.steps, console))
     figures["seconds"] = round(time.monotonic() - began, 1)
-    goals = {
-        name: goal
-        for name, goal in {"reference_max_error": "<= 1e-4", "ppo_accuracy": ">= 0.6", "turns_rose": "== true"}.items()
-        if name in figures
-    }
     wrong = largest_error(0, PpoSection(), against=PpoSection(clip_range=0.05))
     return report(
         "PPO",
         figures,
-        goals=goals,
-        control="the reference must differ from a loss with another clip range.",
-        control_failed="" if wrong > 1e-3 else f"another clip range gives the same loss ({wrong:.2g})",
+        goals={name: goal for name, goal in GOALS.items() if name in figures},
+        control="another clip range must give another loss; shuffled rewards must miss the accuracies.",
+        control_failed=control_failed(figures, wrong),
     )
+
+
+def control_failed(figures: dict[str, Any], wrong: float) -> str:
+    """Say why the figures prove nothing; empty if they do. `wrong`: the error of a loss with another clip range."""
+    failed = [] if wrong > 1e-3 else [f"another clip range gives the same loss ({wrong:.2g})"]
+    controls = {name: figures.get(f"control_{name}") for name in GOALS}
+    failed += [f"shuffled rewards reach {name} {won}" for name, won in controls.items() if is_met(won, GOALS[name])]
+    return "; ".join(failed)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,9 @@ def _control_failed(figures: dict[str, Any]) -> str:
     if unseen := figures.get("hostile_controls_unseen"):
         return f"{unseen} programs did not break out of the unconfined copy"
     saved = figures.get("shuffled_cost_reduction_percent")
-    if saved is not None and saved >= figures["cost_reduction_percent"] and not figures["shuffled_accuracy_lost"]:
+    if saved is None:
+        return "" if "hostile_controls_unseen" in figures and "routes" not in figures else "the control was not run"
+    if saved >= figures["cost_reduction_percent"] and not figures["shuffled_accuracy_lost"]:
         return f"shuffled rewards saved {saved:.0f} %, too"
     return ""
 

@@ -1,7 +1,7 @@
 """The lower bound for the trajectory API's benchmark: `python -m benchmarks.trajectory_api.bare_api FOLDER PORT`.
 
-POST reads the body and appends it to a file; GET sends the first 16 bodies that were stored. Nothing is validated,
-separated or remembered: no real server can be cheaper with the same HTTP library.
+POST reads the body and appends it to a file; GET sends the first 16 bodies that were stored, joined already. Nothing is
+validated, separated or remembered: no real server can be cheaper with the same HTTP library.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ def main() -> int:
     path, port = Path(sys.argv[1]) / "bodies", int(sys.argv[2])
     writer = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     stored: list[bytes] = []
+    batch = b'{"batch":[]}'
 
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        nonlocal batch
         parts = []
         while True:
             message = await receive()
@@ -36,9 +38,10 @@ def main() -> int:
             os.write(writer, body)
             if len(stored) < _BATCH:
                 stored.append(body)
+                batch = b'{"batch":[' + b",".join(stored) + b"]}"
             answer = b'{"status":"received"}'
         else:
-            answer = b'{"batch":[' + b",".join(stored) + b"]}"
+            answer = batch
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": answer})

@@ -289,8 +289,8 @@ def main(arguments: list[str] | None = None) -> int:
     goals, failed = {}, []
     if not options.only_kills:
         goals |= _COSTS
-        if figures["post_floor_ratio"] <= 1:
-            failed.append("a bare application costs as much as the API")
+        cheap = [what for what in ("post", "batch") if figures[f"{what}_floor_ratio"] <= 1]
+        failed += [f"a {what} costs a bare application as much as the API" for what in cheap]
     if not options.skip_kills:
         goals |= {"lost": "== 0", "duplicated": "== 0"}
         if figures["planted_found"] != [1, 1]:

@@ -1,21 +1,33 @@
-"""Benchmarks judge what they promise, and refuse what they cannot measure."""
+"""Benchmarks refuse what they cannot measure, and their controls fail for every reason, also where none was run."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from benchmarks.cluster import bench
 from benchmarks.cluster import house as cluster_house
-from benchmarks.faults import disk
+from benchmarks.faults import disk, faults, lifecycle
 from benchmarks.findings import findings
+from benchmarks.hosted import tinker
+from benchmarks.hostile import hostile
 from benchmarks.house import house
+from benchmarks.learning import ppo
+from benchmarks.orchestrator import orchestrator
 from benchmarks.performance import scale
 from benchmarks.report import REFUSED, machine
+from benchmarks.trajectory_api import trajectory_api
 from benchmarks.wrong_inputs import wrong_inputs
+
+NOT_RUN = "the control was not run"
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> dict:
@@ -53,6 +65,79 @@ def test_stored_rates_are_told_as_those_of_their_day_and_machine(tmp_path, monke
     assert found["arguments"] == f"--kept {file}" and (found["on"], found["machine"]) == ("2020-01-02", machine())
     file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": "another"}))
     assert scale.main() == REFUSED and "measurements of another" in told(capsys)["refused"]
+
+
+def test_part_without_a_control_proves_nothing(monkeypatch, capsys):
+    routes = {"routes": {}, "small_for_sums": 1.0}
+    saved = {"cost_reduction_percent": 40.0, "shuffled_cost_reduction_percent": 5.0, "shuffled_accuracy_lost": 0}
+    attacked: dict = {"hostile_escapes": 0, "hostile_controls_unseen": []}
+    assert orchestrator._control_failed(routes) == orchestrator._control_failed(attacked | routes) == NOT_RUN
+    assert orchestrator._control_failed(attacked) == orchestrator._control_failed(attacked | routes | saved) == ""
+    assert bench._Tally(Console(quiet=True)).doubts() == NOT_RUN
+
+    monkeypatch.setitem(hostile.PARTS, "environments", {"escapes": "== 0"})
+    monkeypatch.setattr(sys, "argv", ["hostile", "--quick", "--part", "environments"])
+    for control, status, words in (
+        ({}, 2, NOT_RUN),
+        ({"control_e": 0}, 2, "control_e is 0"),
+        ({"control_e": 9}, 0, ""),
+    ):
+        part = SimpleNamespace(measure=lambda seed, quick, control=control: {"escapes": 0, **control})
+        monkeypatch.setattr(hostile.importlib, "import_module", lambda name, part=part: part)
+        assert hostile.main() == status and words in told(capsys).get("control_failed", "")
+
+    class Server:
+        url = ""
+
+        def __init__(self, *_):
+            pass
+
+        def close(self):
+            pass
+
+    async def others(*_):
+        return {name: json.loads(goal.split()[1]) for name, goal in tinker.OTHER_GOALS.items()}
+
+    for name, made in (("PYTHON", Path(sys.executable)), ("TINKER_BEFORE", Path("/")), ("SkyrlServer", Server)):
+        monkeypatch.setattr(tinker, name, made)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(tinker, "_make_model", lambda path: path)
+    monkeypatch.setattr(tinker, "_others", others)
+    assert tinker.main(["--only", "others"]) == 2 and told(capsys)["control_failed"] == NOT_RUN
+
+
+def test_run_without_a_keeper_makes_up_for_no_second_one():
+    tally = bench._Tally(Console(quiet=True))
+    for keepers in (2, 0, 1):
+        tally._count_second(keepers)
+    assert tally.figures()["double_keepers"] == 1
+
+
+def test_shuffled_rewards_that_learn_prove_nothing_about_ppo():
+    held = {"ppo_accuracy": 0.9, "control_ppo_accuracy": 0.1, "turns_rose": True, "control_turns_accuracy_after": 0.3}
+    assert ppo.control_failed(held, 0.1) == ppo.control_failed({}, 0.1) == ""
+    assert "ppo_accuracy 0.7" in ppo.control_failed(held | {"control_ppo_accuracy": 0.7}, 0.1)
+    assert "turns_accuracy_after" in ppo.control_failed(held | {"control_turns_accuracy_after": 0.7}, 0.1)
+    assert "same loss" in ppo.control_failed(held, 0.0)
+
+
+def test_bare_application_must_be_cheaper_in_everything(monkeypatch):
+    costs = {"post_floor_ratio": 2.0, "batch_floor_ratio": 2.0}
+    for name, status in (("", 1), ("post_floor_ratio", 2), ("batch_floor_ratio", 2)):
+
+        def measure(root, made, figures, name=name):
+            figures |= costs | ({name: 0.6} if name else {})
+
+        monkeypatch.setattr(trajectory_api, "_measure", measure)
+        assert trajectory_api.main(["--skip-kills"]) == status
+
+
+def test_leftovers_of_ends_are_judged_by_what_finds_planted_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", os.environ.get("TMPDIR", ""))  # the harness sets it
+    assert lifecycle.caught(tmp_path) == 2
+    assert faults.Tally.look is lifecycle.Leftovers.look
+    monkeypatch.setattr(faults.Tally, "look", lambda *_: None)
+    assert lifecycle.caught(tmp_path / "blind") == 0
 
 
 def test_preset_that_did_not_complete_makes_no_mending_trivial(monkeypatch, capsys, tmp_path):

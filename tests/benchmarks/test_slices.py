@@ -156,7 +156,7 @@ def test_run_that_ends_somehow_leaves_nothing(tmp_path, monkeypatch):
         story = play(harness, random.Random(3), left)
     finally:
         harness.close()
-    assert len(left) == 0 and story.states
+    assert left.leftovers == [] and story.states
     assert lifecycle.MEMBERS == ("api", "inference", "trainer", "environment") and Story("x").kills == 0
 
 
