@@ -9,7 +9,7 @@ with a tiny policy; accuracy rounds train the demo's task and have to learn it a
 
 At the end nothing may be left of any run (processes, ports, locks, temporary files), every run has to have ended as it
 should, every group is accounted for, and the index is sound. The printed seed repeats the same choices, not the same
-timing. Takes half an hour on a quiet machine; needs nothing else.
+timing. Takes half an hour on a quiet machine; needs Linux.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.faults.judge import Story, Tally, index_errors, last_look, look,
 from benchmarks.faults.lives import Ports, RealHarness, deaths, eventually, harness_at, stubborn
 from benchmarks.faults.rounds import Stage, light, real
 from benchmarks.faults.times import readopted, stops
-from benchmarks.report import report, wait_until_quiet
+from benchmarks.report import refuse, report, wait_until_quiet
 from benchmarks.scratch import scratch
 
 __all__ = ["campaign", "main"]
@@ -167,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-times", action="store_true", help="leave out the figures of time")
     parser.add_argument("--seed", type=int, default=None, help="seed of the choices (default: random)")
     given = parser.parse_args(arguments)
+    if not given.no_times and not hasattr(os, "pidfd_open"):
+        return refuse("the moment of a process's end is told on Linux only; --no-times leaves out what needs it")
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     console, began = Console(soft_wrap=True), time.monotonic()
     console.print(f"seed {seed}")

@@ -8,13 +8,14 @@ for the others; all with real components, and apart with stand-ins. The leftover
 random moments. The loss and reward curves of deterministic trainings that were stopped and resumed, or whose trainer
 was killed, against those of one that was not; control: one with another seed must differ, and a process and a file that
 are planted after a run's end must be found. The printed seed repeats the same choices, not the same timing. Estimated
-time: ten minutes; needs nothing else.
+time: ten minutes; needs Linux.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import secrets
 import sys
@@ -28,7 +29,7 @@ from rich.table import Table
 from benchmarks.faults.faults import caught
 from benchmarks.faults.lives import Leftovers, RealHarness, Round, deaths, harness_at, play, play_real, stubborn
 from benchmarks.learning.reproduce import curve_error, train
-from benchmarks.report import report, wait_until_quiet
+from benchmarks.report import refuse, report, wait_until_quiet
 from benchmarks.scratch import scratch
 
 MEMBERS = ("api", "inference", "trainer", "environment")
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="steps of the compared trainings (default 20)")
     parser.add_argument("--seed", type=int, default=None, help="seed of the choices (default: random)")
     given = parser.parse_args(arguments)
+    if not hasattr(os, "pidfd_open"):
+        return refuse("the moment of a process's end is told on Linux only")
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     console, leftovers, began = Console(), Leftovers(), time.monotonic()
     print(f"seed {seed}")

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 
 __all__ = ["AMOUNTS", "CONTROLS", "PARTS", "main"]
 
@@ -41,6 +41,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a sample of each part, without the goals for amounts")
     parser.add_argument("--part", action="append", choices=list(PARTS), help="only this part; repeatable")
     given = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        return refuse("the walls that are attacked exist on Linux only")
     figures: dict[str, Any] = {"seed": given.seed, "quick": given.quick}
     goals: dict[str, str] = {}
     for name in given.part or PARTS:

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from toprope.settings.schema import Config
 from toprope.workbench.memory import estimate
 from toprope.workbench.model_shapes import ModelShape
@@ -246,6 +246,8 @@ def main() -> int:
     if arguments.child:
         child(Case(**json.loads(arguments.child)))
         return 0
+    if not sys.platform.startswith("linux"):
+        return refuse("the peak of a process's memory (VmHWM) is read on Linux only")
     control, _ = measure(Case("control", _SMALL, "control", 1))
     table = Table("configuration", "process", "estimate, MB", "peak, MB", "error, %")
     errors: dict[str, float] = {}

@@ -39,7 +39,7 @@ from benchmarks.orchestrator.runs import (
     measured,
     routes,
 )
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 from benchmarks.training_agent import Done, training_agent
 
@@ -120,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--steps", type=int, default=GRPO_STEPS, help=f"steps of GRPO (default {GRPO_STEPS})")
     given = parser.parse_args(arguments)
+    if given.only in (None, "hostile") and not sys.platform.startswith("linux"):
+        return refuse("programs are confined and attacked on Linux only; --only cost and --only sft need no Linux")
     console, figures = Console(highlight=False), {}
     with scratch("orchestrator") as path:
         if given.only in (None, "hostile"):

@@ -4,7 +4,7 @@ Process start to answered tools/list, and resident memory after it, against a ba
 tools, in turn, as the ratio of medians; then the time of a call over stdio and of its line in the audit trail.
 `tools_list_tokens` is the whole result of tools/list as compact JSON, bytes / 4, of a server whose owner allows every
 tool. Control: the bare server with torch, and a list that has each tool twice, must miss every goal. Takes about a
-minute; needs nothing else.
+minute; needs Linux.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.report import is_met, report
+from benchmarks.report import is_met, refuse, report
 from benchmarks.scratch import scratch
 from toprope.records.audit import AuditTrail, shorten
 
@@ -134,6 +134,8 @@ def audit_ms(home: Path) -> list[float]:
 
 def main() -> int:
     """Print the table and the figures."""
+    if not hasattr(psutil.Process, "memory_maps"):
+        return refuse("the libraries that a process has mapped cannot be listed on this system, as on Linux")
     ours = [sys.executable, "-P", "-m", "toprope_server.cli", "serve"]
     with scratch("server") as home:
         bare_file = home / "bare.py"

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -21,9 +22,11 @@ from benchmarks.hosted import tinker
 from benchmarks.hostile import hostile
 from benchmarks.house import house
 from benchmarks.learning import ppo
+from benchmarks.models import fit
 from benchmarks.orchestrator import orchestrator
 from benchmarks.performance import scale
 from benchmarks.report import REFUSED, machine
+from benchmarks.server import server
 from benchmarks.trajectory_api import trajectory_api
 from benchmarks.wrong_inputs import wrong_inputs
 
@@ -32,6 +35,27 @@ NOT_RUN = "the control was not run"
 
 def told(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("module", "thing", "missing", "words"),
+    [
+        (server, psutil.Process, "memory_maps", "cannot be listed on this system"),
+        (faults, os, "pidfd_open", "--no-times leaves out"),
+        (lifecycle, os, "pidfd_open", "on Linux only"),
+        (fit, sys, "platform", "VmHWM"),
+        (hostile, sys, "platform", "on Linux only"),
+        (orchestrator, sys, "platform", "--only cost"),
+    ],
+)
+def test_benchmark_on_another_system_refuses_before_it_measures(module, thing, missing, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark"])
+    if missing == "platform":
+        monkeypatch.setattr(thing, missing, "darwin")
+    else:
+        monkeypatch.delattr(thing, missing, raising=False)
+    monkeypatch.setattr(module, "scratch", None, raising=False)
+    assert module.main() == REFUSED and words in told(capsys)["refused"]
 
 
 def test_full_disk_is_judged_by_everything_that_is_promised(monkeypatch, capsys):
