@@ -115,7 +115,8 @@ class AlgorithmSection(Section):
         "for ppo and custom, which learn from them.",
     )
     shuffle_rewards: bool = Field(
-        False, description="A control: rewards are shuffled within each group, so that nothing can be learned."
+        False,
+        description="A control: rewards are shuffled within groups (ppo, custom: within steps); nothing can be learned.",
     )
     deterministic: bool = Field(
         False,

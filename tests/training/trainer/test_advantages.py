@@ -184,6 +184,21 @@ def test_shuffled_rewards_stay_within_group() -> None:
     assert len({tuple(values) for values in shuffled}) > 5
 
 
+def test_shuffled_rewards_of_a_step_without_baselines_of_groups_change_groups() -> None:
+    """PPO would learn from a group with many right answers, whichever of them has which reward."""
+    groups = [rollout_group([1.0, 1.0, 1.0, 1.0], task="t"), rollout_group([0.0, 0.0, 0.0, 0.0], task="u")]
+    config = Config()
+    config.algorithm.shuffle_rewards = True
+    config.algorithm.name = "ppo"
+    means = set()
+    for number in range(20):
+        groups[0].group_id = f"g{number}"
+        rewards = [row.reward for row in build_rows(groups, config)]
+        assert sorted(rewards) == [0.0] * 4 + [1.0] * 4
+        means.add(sum(rewards[:4]))
+    assert len(means) > 2
+
+
 def test_stale_and_flat_groups_are_counted_and_dropped() -> None:
     config = small_config(rollout__max_staleness=2)
     useful = [rollout_group([1.0, 0.0, 0.0, 0.0], version=9, task=str(n)) for n in range(2)]

@@ -29,13 +29,12 @@ _CERTAIN = 0.8
 
 
 def rewards_shuffled(history: TrainingHistory) -> Symptom | None:
-    """Rewards are shuffled within each group, so that no answer is better than another."""
+    """Rewards are shuffled, so that no answer is better than another."""
     if not history.config.algorithm.shuffle_rewards or not history.judged(history.window):
         return None
     return mended(
         "warning",
-        "algorithm.shuffle_rewards is on: rewards are shuffled within each group, a control from which nothing can be "
-        "learned.",
+        "algorithm.shuffle_rewards is on: rewards are shuffled, a control from which nothing can be learned.",
         {"shuffle_rewards": 1},
         {"algorithm.shuffle_rewards": False},
         "high",

@@ -135,7 +135,7 @@ def _summary(exported: Exported, root: str) -> str:
         f"{_describe_model(root)}. {contents}"
     )
     if specification.config.algorithm.shuffle_rewards:
-        text += " **A control**: rewards were shuffled within their groups, so nothing was to be learned."
+        text += " **A control**: rewards were shuffled, so nothing was to be learned."
     return f"{text} {quantization_warning(exported)}".rstrip()
 
 

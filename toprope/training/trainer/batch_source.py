@@ -168,10 +168,11 @@ def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
     `set_advantage_to_zero`. Shuffled rewards are a control that must know nothing of the answers, so they replace both.
     """
     algorithm = config.algorithm
-    rewards = [
-        _shuffled_rewards(group, algorithm.seed) if algorithm.shuffle_rewards else rollout_rewards(group)
-        for group in groups
-    ]
+    rewards = [rollout_rewards(group) for group in groups]
+    if algorithm.shuffle_rewards:
+        # Without a baseline of the group, shuffling within it would still reinforce groups with many right answers.
+        together = algorithm.name in ("ppo", "custom")
+        rewards = _shuffled(groups, rewards, algorithm.seed, together=together)
     batch_std = _deviation(_without_seats(groups, rewards))
     rows: list[TrainingRow] = []
     before = 0
@@ -401,7 +402,15 @@ def _zero_std_shares(flat: list[Group], total: int) -> dict[str, float]:
     return {f"frac_reward_zero_std/{kind}": count / total for kind, count in shares.items()}
 
 
-def _shuffled_rewards(group: Group, seed: int) -> list[float]:
-    rewards = rollout_rewards(group)
-    random.Random(f"{seed}:{group.group_id}").shuffle(rewards)
-    return rewards
+def _shuffled(
+    groups: Sequence[Group], rewards: Sequence[list[float]], seed: int, *, together: bool
+) -> list[list[float]]:
+    """The rewards in another order: within each group, or of all groups `together`."""
+    if not together:
+        for group, values in zip(groups, rewards, strict=True):
+            random.Random(f"{seed}:{group.group_id}").shuffle(values)
+        return list(rewards)
+    mixed = [reward for values in rewards for reward in values]
+    random.Random(f"{seed}:{' '.join(str(group.group_id) for group in groups)}").shuffle(mixed)
+    left = iter(mixed)
+    return [[next(left) for _ in values] for values in rewards]
