@@ -200,7 +200,8 @@ class Gymnasium(Environment):
                 state, other = states[earlier], self._hidden_state(seed)
                 differing = {name for name in state.keys() & other.keys() if state[name] != other[name]}
                 # Gymnasium's own base stores the seed.
-                differing -= {name for name in differing if (state[name], other[name]) == (earlier, seed)}
+                seeds = [(earlier + start, seed + start) for start in (0, self._games.start)]
+                differing -= {name for name in differing if (state[name], other[name]) in seeds}
                 if differing:
                     again = self._hidden_state(earlier)  # after the other, so that times and counters differ, too
                     if any(name in again and state[name] == again[name] for name in differing):

@@ -1,14 +1,18 @@
-"""Games of an environment with `reset` and `step`: made, begun by seeds, reused, and copied if copies are safe."""
+"""Games of an environment with `reset` and `step`: made, begun by seeds, reused, and copied if copies are safe.
+
+A game whose `reset` takes no seed is not reused, because its own generator would run on: it is made anew by each seed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from toprope.sdk.adapters._gymnasium.spaces import count_of, messages_of, numbers, pair_of, takes
+from toprope.sdk.adapters._gymnasium.spaces import count_of, messages_of, numbers, pair_of, parameters_of, takes
 from toprope.sdk.adapters._shared.listing import why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.environment import Messages
@@ -41,6 +45,11 @@ class Games:
         self._kept: dict[int, tuple[Messages, Any, OwnRandom]] = {}
         self._kept_new: Any = None
         """A new game, if making one is slow."""
+        self._is_reused = True
+        self._takes_seed = any(parameter.name == "seed" for parameter in parameters_of(maker))
+        start = arguments.get("seed")
+        self.start = start if isinstance(start, int) else 0
+        """Seed of the first game that is made by its seed."""
 
     def make(self, **more: Any) -> Any:
         """Make a game.
@@ -65,9 +74,11 @@ class Games:
             game = self.make()
         seconds = time.monotonic() - began
         _tell("making a game", seconds)
-        if seconds >= _SLOW_S:
-            self._kept_new = self._copy(game)
-        self._idle.append(game)
+        self._is_reused = takes(getattr(game, "reset", None), "seed")
+        if self._is_reused:
+            if seconds >= _SLOW_S:
+                self._kept_new = self._copy(game)
+            self._idle.append(game)
         return game
 
     def begin(self, seed: int, *, keep: bool = False, anew: bool = False) -> tuple[Messages, Any, OwnRandom]:
@@ -88,8 +99,9 @@ class Games:
         game = self._idle.pop() if self._idle else self._copy(self._kept_new)
         with luck:
             if game is None:
-                game = self.make()
-            observation, info = pair_of(game.reset(seed=seed) if takes(game.reset, "seed") else game.reset())
+                by_seed = self._takes_seed and not self._is_reused
+                game = self.make(**({"seed": self.start + seed} if by_seed else {}))
+            observation, info = pair_of(game.reset(seed=seed) if self._is_reused else game.reset())
         seconds = time.monotonic() - began
         messages = messages_of(observation, info)
         if count_of(game) is not None:
@@ -104,8 +116,12 @@ class Games:
         return messages, game, luck
 
     def give_back(self, game: Any) -> None:
-        """Take back a game, to be reset for another rollout."""
-        if len(self._idle) < self._made:  # copies would pile up
+        """Take back a game, to be reset for another rollout, or to be closed."""
+        if not self._is_reused:
+            if callable(close := getattr(game, "close", None)):
+                with contextlib.suppress(Exception):  # its rollout is over
+                    close()
+        elif len(self._idle) < self._made:  # copies would pile up
             self._idle.append(game)
 
     def _copy(self, game: Any) -> Any:
