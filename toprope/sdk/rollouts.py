@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -94,6 +95,7 @@ class Rollout:
         self._grouped = grouped(environment)
         self._ending: Outcome | None = None
         self._first_count = 0  # messages that reset() returned
+        self._is_open = False
         self.done = False
         self.functions: RewardFunctions | None = None
         """Reward functions to apply to the outcome."""
@@ -108,11 +110,15 @@ class Rollout:
         Raises:
             EnvironmentMistake: `reset` returned no messages, or something else.
         """
-        environment = self._environment
-        returned = environment.reset(environment.task)
-        messages = as_messages(returned, "what reset() returned")
-        if not messages:
-            raise EnvironmentMistake("reset() must return what the policy sees first; it returned nothing.")
+        environment, self._is_open = self._environment, True
+        try:
+            returned = environment.reset(environment.task)
+            messages = as_messages(returned, "what reset() returned")
+            if not messages:
+                raise EnvironmentMistake("reset() must return what the policy sees first; it returned nothing.")
+        except BaseException:
+            self.close()
+            raise
         environment.messages, self._first_count = list(messages), len(messages)
         return messages
 
@@ -152,7 +158,20 @@ class Rollout:
         except BaseException as error:  # an author's code may raise anything, SystemExit too
             outcome = self._ending = self._describe_failure(error)
         self.done = True
+        self.close()
         return Turn(messages, True, outcome)
+
+    def close(self) -> None:
+        """Have the environment release what the rollout holds; without effect before `begin` and the second time."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            self._environment.close()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as in advance; what the rollout earned stands
+            print(f"close() failed: {Failure.of(error, self._near).line()}", file=sys.stderr, flush=True)
 
     def solve(self, variant: int) -> str | None:
         """The next answer of the environment's own solver, or None. Its exceptions pass through."""
@@ -224,6 +243,7 @@ def score_together(rollouts: Sequence[Rollout]) -> list[Outcome]:
             raise
         except BaseException as error:
             rollout._ending = rollout._describe_failure(error)
+        rollout.close()
     return [rollout._ending for rollout in rollouts if rollout._ending is not None]
 
 

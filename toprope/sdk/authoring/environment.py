@@ -157,7 +157,7 @@ class Outcome:
 class Environment:
     """Base class of environments. The first line of a subclass's docstring is its description.
 
-    Define `tasks` and `score`. Override `setup`, `reset`, `step` and `success` if the defaults do not fit.
+    Define `tasks` and `score`. Override `setup`, `reset`, `step`, `close` and `success` if the defaults do not fit.
     """
 
     name: str = ""
@@ -240,6 +240,9 @@ class Environment:
     def score(self) -> dict[str, float]:
         """Return the value of each of `parts` when the rollout is done; a plain number if there is only one part."""
         raise NotImplementedError(f"{type(self).__name__} does not score: define score(self).")
+
+    def close(self) -> None:
+        """Release what the rollout holds: called once when it ends, be it scored, failed or discarded."""
 
     def score_group(self, rollouts: Sequence[Environment]) -> Sequence[Any]:
         """Return for each of several rollouts of one task what `score` would return, in their order.

@@ -145,9 +145,8 @@ class Service:
         """
         if accepted := source.get("accepted"):
             accept_only(**accepted)
-        self._rollouts.clear()
+        self._discard([*self._rollouts, *self._unsettled])
         self._groups.clear()
-        self._unsettled.clear()
         self._variants.clear()
         self._opened_with = {
             "source": source,
@@ -272,7 +271,12 @@ class Service:
         rollouts = [Rollout(environment, task, self.near) for _ in range(count)]
         for rollout in rollouts:
             rollout.functions = opened.functions
-        first_messages = [rollout.begin() for rollout in rollouts]
+        try:
+            first_messages = [rollout.begin() for rollout in rollouts]
+        except BaseException:
+            for rollout in rollouts:
+                rollout.close()
+            raise
         handles = [self._keep(rollout) for rollout in rollouts]
         if grouped(environment):
             self._groups.begin(handles)
@@ -342,9 +346,13 @@ class Service:
         return move[0], move[1], len(move) > 2 and bool(move[2]), move[3] if len(move) > 3 else []
 
     def _discard(self, rollouts: list[int]) -> int:
+        known = 0
         for handle in rollouts:
-            self._unsettled.pop(handle, None)
-        return sum((self._rollouts.pop(handle, None) is not None) | self._groups.discard(handle) for handle in rollouts)
+            rollout = self._rollouts.pop(handle, None)
+            known += (rollout is not None) | self._groups.discard(handle)
+            if (left := rollout or self._unsettled.pop(handle, None)) is not None:
+                left.close()
+        return known
 
     def _solve(self, asked: list[Any]) -> list[str | None]:
         """The environment's own next answer for each [rollout, variant]."""

@@ -36,7 +36,7 @@ class EnvironmentWorker(WorkerClient):
     Every method takes the seconds that the worker may be busy with it and raises `WorkerFailure` as
     `WorkerClient.call` does; an answer of the wrong shape is a `WorkerError`. `variant` names an environment opened by
     `vary`, empty for the one opened by `open`. Where an environment's own time limits are longer, `score`, `begin`,
-    `advance` and `settle` allow these: see `allowed_s`.
+    `advance`, `settle` and `discard` allow these: see `allowed_s`.
     """
 
     call_s: float = 0.0
@@ -180,8 +180,8 @@ class EnvironmentWorker(WorkerClient):
         )
 
     async def discard(self, rollouts: Sequence[int], *, timeout: float) -> None:
-        """Forget rollouts."""
-        await self.call("discard", timeout=timeout, rollouts=rollouts)
+        """Close and forget rollouts."""
+        await self.call("discard", timeout=self.allowed_s(timeout, len(rollouts)), rollouts=rollouts)
 
     async def solve(self, rollout: int, draw: int = 0, *, timeout: float) -> str | None:
         """The next answer of the environment's own solver, draw number `draw`; None if it has none."""
