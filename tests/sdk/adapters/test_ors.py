@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.run_engines import ECOSYSTEMS
+from toprope.sdk.adapters import ors
 from toprope.sdk.adapters.ors import declared, make
-from toprope.sdk.errors import LoadError
+from toprope.sdk.errors import EnvironmentMistake, LoadError
+from toprope.sdk.rollouts import Rollout, configure
 from toprope.sdk.worker.client import WorkerClient
 
 SUMS = '''
@@ -65,12 +69,17 @@ def tool(function):
     function.is_tool = True
     return function
 
+def terminal(function):
+    function.is_tool = False
+    function.is_terminal = True
+    return function
+
 class Server:
     def __init__(self, kinds):
         self.kinds = {kind.__name__.lower(): kind for kind in kinds}
 
     def run(self, host, port):
-        kinds, sessions = self.kinds, {}
+        kinds, sessions, pinged = self.kinds, {}, []
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
@@ -79,14 +88,22 @@ class Server:
                     self.say(list(kinds))
                 elif path == ["health"]:
                     self.say({"status": "ok"})
+                elif path == ["state"]:
+                    self.say({"sessions": list(sessions), "pinged": pinged})
                 elif path[1] == "splits":
                     self.say(kinds[path[0]].list_splits())
+                elif path[1] == "prompt" and getattr(kinds[path[0]], "starting", 0):
+                    kinds[path[0]].starting -= 1
+                    self.say({"detail": "still starting"}, 503, {"X-Backend-State": "starting", "Retry-After": "0"})
                 elif path[1] == "prompt":
                     self.say(sessions[sid].get_prompt())
                 else:
                     kind = type(sessions[sid])
                     named = [one for one in vars(kind).values() if getattr(one, "is_tool", False)]
-                    self.say({"tools": [{"name": one.__name__, "description": one.__doc__} for one in named]})
+                    ends = [one for one in vars(kind).values() if getattr(one, "is_terminal", False)]
+                    terminal_tool = {"name": ends[0].__name__, "arg": kind.graded} if ends else None
+                    tools = [{"name": one.__name__, "description": one.__doc__} for one in named]
+                    self.say({"tools": tools, "terminal_tool": terminal_tool})
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -95,26 +112,37 @@ class Server:
                     sessions[sid] = kinds[body["env_name"]](body["task_spec"])
                     self.say({"sid": sid})
                 elif path == ["delete"]:
-                    del sessions[sid]
+                    sessions.pop(sid, None)
                     self.say({"sid": sid})
+                elif path == ["ping"]:
+                    pinged.append(sid)
+                    self.say({"status": "ok"})
                 elif path[1] == "num_tasks":
                     self.say({"num_tasks": len(kinds[path[0]].list_tasks(body["split"]))})
                 elif path[1] == "task":
                     self.say({"task": kinds[path[0]].list_tasks(body["split"])[body["index"]]})
+                elif sid not in sessions:
+                    self.say({"detail": "Active environment not found"}, 404)
                 else:
                     given = SimpleNamespace(**body["input"])
+                    events = []
                     try:
                         found = {"ok": True, "output": getattr(sessions[sid], body["name"])(given)}
                     except AttributeError:
-                        found = {"ok": False, "error": "Tool input validation error: answer is missing"}
-                    text = json.dumps(found)
-                    events = [("task_id", "1"), ("chunk", text[:20]), ("end", text[20:])]
+                        found = {"ok": False, "error": "Tool input validation error: answer is missing",
+                                 "reason": "input_validation"}
+                    except Exception as error:
+                        events = [("task_id", "1"), ("error", str(error))]
+                    text = "" if events else json.dumps(found, ensure_ascii=False)
+                    events = events or [("task_id", "1"), ("chunk", text[:20]), ("end", text[20:])]
                     said = "".join(f"event: {name}\\r\\ndata: {data}\\r\\n\\r\\n" for name, data in events)
                     self.say(": ping\\r\\n\\r\\n" + said)
 
-            def say(self, value):
+            def say(self, value, status=200, headers=()):
                 data = (value if isinstance(value, str) else json.dumps(value)).encode()
-                self.send_response(200)
+                self.send_response(status)
+                for name, text in dict(headers).items():
+                    self.send_header(name, text)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -123,6 +151,29 @@ class Server:
                 pass
 
         ThreadingHTTPServer((host, port), Handler).serve_forever()
+"""
+
+
+CALL = '<tool_call>{"name": "%s", "arguments": {"answer": "x"}}</tool_call>'
+TERMINAL = """
+from ors import terminal
+
+class Graded(Sums):
+    graded = "answer"
+
+    @terminal
+    def submit(self, params):
+        if not vars(params):
+            return ToolOutput(blocks=[], reward=0.5, finished=True)
+        return Sums.submit(self, params)
+
+    @tool
+    def think(self, params):
+        return ToolOutput(blocks=[TextBlock(text="a\u2028b\u0085c\u2029d")], reward=0.25)
+
+    @tool
+    def judge(self, params):
+        raise ConnectionError("the judge is unreachable")
 """
 
 
@@ -172,6 +223,66 @@ def test_calls_are_rewarded_until_one_ends_the_episode(tmp_path: Path) -> None:
     assert len(list(environment.tasks())) == 3
     with pytest.raises(LoadError, match=r"no environment 'others'\. Environments: sums\."):
         make(json.dumps({**target, "environment": "others"})).setup()
+
+
+def began(folder: Path, more: str = TERMINAL, kind: str = "graded", **target: Any) -> tuple[Any, Rollout]:
+    """Return an environment of the stand-in, and a rollout of its first task."""
+    (folder / "ors.py").write_text(STAND_IN)
+    file = folder / "sums.py"
+    file.write_text(SUMS + more)
+    environment = configure(make(json.dumps({"file": str(file), "environment": kind, **target})))
+    rollout = Rollout(environment, next(iter(environment.tasks())))
+    rollout.begin()
+    return environment, rollout
+
+
+@pytest.mark.parametrize(
+    ("said", "argument", "reward"),
+    [("<think>2?</think> 2", '"answer"', 1.0), ("3", '"answer"', 0.0), ("2", "None", 0.5), ("2", '"other"', 0.0)],
+)
+def test_plain_answer_is_graded_by_the_terminal_tool(tmp_path: Path, said: str, argument: str, reward: float) -> None:
+    environment, rollout = began(tmp_path, TERMINAL.replace('"answer"', argument))
+    assert "submit" not in {tool.name for tool in rollout._environment.own_tools()}
+    outcome = rollout.advance(said).outcome
+    assert (outcome.reward, outcome.error, outcome.success) == (reward, None, reward == 1.0)
+    assert environment._get("state")["sessions"] == []
+
+
+def test_result_with_separators_of_lines_other_than_newlines_is_read(tmp_path: Path) -> None:
+    _, rollout = began(tmp_path)
+    told = rollout.advance(CALL % "think").messages[0]["content"]
+    assert told == "a\u2028b\u0085c\u2029d"
+    assert rollout.advance("no").outcome.reward == 0.25
+
+
+@pytest.mark.parametrize(("lost", "why"), [(False, "the judge is unreachable"), (True, "404: .*environment not found")])
+def test_failure_of_tool_or_server_is_an_error_of_the_rollout(tmp_path: Path, lost: bool, why: str) -> None:
+    environment, rollout = began(tmp_path)
+    if lost:
+        environment._post("delete", {}, rollout._environment._session)
+    outcome = rollout.advance(CALL % ("think" if lost else "judge")).outcome
+    assert re.search(why, outcome.error)
+    assert environment._get("state")["sessions"] == []
+
+
+def test_open_sessions_are_pinged_until_they_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ors, "_PING_S", 0.02)
+    environment, rollout = began(tmp_path)
+    session, deadline = rollout._environment._session, time.monotonic() + 20
+    while session not in environment._get("state")["pinged"]:
+        assert time.monotonic() < deadline
+    rollout.close()
+    assert environment._get("state")["sessions"] == []
+    while environment._pings._thread is not None:
+        assert time.monotonic() < deadline
+
+
+def test_environment_that_is_still_starting_is_asked_again(tmp_path: Path) -> None:
+    environment, rollout = began(tmp_path, TERMINAL + "    starting = 3\n", timeout_s=90)
+    assert rollout.advance("2").outcome.reward == 1.0
+    assert environment.call_s >= 3 * 90
+    with pytest.raises(EnvironmentMistake, match=r"still starting after 0\.3 s: raise `timeout_s`"):
+        began(tmp_path, TERMINAL + "    starting = 9999\n", timeout_s=0.3)
 
 
 @pytest.mark.parametrize(

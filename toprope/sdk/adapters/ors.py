@@ -11,28 +11,33 @@ The target is a server's address, with the name of an environment after `#` if i
      "max_turns": 10, "timeout_s": 60, "name": "...", "description": "..."}
 
 A rollout is a session: its prompt, its tools, and a call for each of the policy's. The tool that ends the episode says
-so; so does an answer without a call. (PyPI `ors-sdk` 0.1, server.py; `openreward` 0.1.167 has the same endpoints.)
+so; so does an answer without a call, which the environment's terminal tool grades if it has one. What a tool refuses is
+told to the policy; a failure of a tool or of the server is an error of the rollout. (PyPI `ors-sdk` 0.1, server.py;
+`openreward` 0.1.167 has the same endpoints.)
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.adapters._shared.bounds import Bounds
-from toprope.sdk.adapters._shared.json_http import JsonServer
+from toprope.sdk.adapters._shared.json_http import Answer, JsonServer
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.user_files import parsed
 from toprope.sdk.authoring.environment import Messages, Task
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.orchestration.tools import Tool
-from toprope.sdk.tooled import TOOL_PARTS, ToolEnvironment
+from toprope.sdk.tooled import TOOL_PARTS, ToolEnvironment, calls_in
 
 __all__ = ["KEYS", "PACKAGE", "REQUIREMENTS", "URLS_ALONE", "Ors", "declared", "make"]
 
@@ -46,6 +51,13 @@ _PACKAGES = ("ors", "openreward")
 _SERVE = str(Path(__file__).parent / "_servers" / "ors_serve.py")
 _USUAL = ("app", "env", "environment", "main", "server")
 _FREE: dict[str, Any] = {"type": "object", "properties": {}}
+_REQUESTS = 3
+"""Requests of a reset, each with a time limit of its own."""
+_PING_S = 30.0
+"""Servers delete a session without a request for 900 s, or for 120 s where OpenReward hosts it."""
+_AGAIN_S, _SHORTEST_AGAIN_S, _LONGEST_AGAIN_S = 2.0, 0.1, 10.0
+_INVALID = "input_validation"
+"""The reason of a tool that refuses its input."""
 
 
 class Ors(ToolEnvironment):
@@ -64,7 +76,7 @@ class Ors(ToolEnvironment):
         self._bounds = Bounds(target.get("range"), bool(target.get("clip", True)), "`range`")
         self._solved = float(target.get("success", self._bounds.high))
         self.max_turns = int(target.get("max_turns") or 10)
-        self.tool_timeout_s = self._timeout + 5
+        self.tool_timeout_s, self.call_s = self._timeout + 5, _REQUESTS * self._timeout
         self.parts = {"reward": self._bounds.part(1.0, "the sum of the calls' rewards"), **TOOL_PARTS}
 
     def setup(self) -> None:
@@ -72,6 +84,7 @@ class Ors(ToolEnvironment):
             words = ("{python}", "-P", _SERVE, self._file, "{port}")
             started = StartedServer("ORS server", "", words, str(Path(self._file).parent), {})
             self._server = JsonServer(started.url, self._timeout)
+        self._pings = _Pings(self._server)
         environments = self._get("list_environments")
         name = str(self._target.get("environment") or (environments[0] if environments else "")).lower()
         if name not in environments:
@@ -98,24 +111,35 @@ class Ors(ToolEnvironment):
                 try:
                     messages = self._prompt(session)
                 finally:
-                    self._post("delete", {}, session)
+                    self._end(session)
                 yield Task(messages, data={"spec": spec}, key=json.dumps(spec, sort_keys=True, default=str))
 
     def reset(self, task: Task) -> Messages:
-        self._session, self._total, self._finished = self._begin(task.data["spec"]), 0.0, False
+        self._session, self._total, self._finished = "", 0.0, False
+        self._failure: Exception | None = None
+        self._terminal: Mapping[str, Any] | None = None
+        self._session = self._begin(task.data["spec"])
         return self.with_tools(self._prompt(self._session))
 
     def own_tools(self) -> list[Tool]:
         listed = self._get(f"{self._at}/task_tools", self._session)
+        self._terminal = listed.get("terminal_tool")
         return [self._tool(definition) for definition in listed["tools"]]
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
         messages, done = super().step(text)
+        if self._failure is not None:
+            raise self._failure
+        if done and self._terminal is not None and not calls_in(text):
+            self._grade(str(self._terminal["name"]), self._terminal.get("arg"))
         return (None, True) if self._finished else (messages, done)
 
     def score(self) -> dict[str, float]:
-        self._post("delete", {}, self._session)
         return {"reward": self._bounds.value(self._total, "the sum of rewards")}
+
+    def close(self) -> None:
+        if self._session:
+            self._end(self._session)
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["reward"] >= self._solved - 1e-9
@@ -126,54 +150,128 @@ class Ors(ToolEnvironment):
         def call(arguments: str) -> str:
             if self._finished:
                 return "The episode is over."
-            output = self._call_tool(name, json.loads(arguments))
-            self._total += float(output.get("reward") or 0.0)
-            self._finished = bool(output.get("finished"))
-            return _text(output.get("blocks"))
+            try:
+                result = self._call_tool(name, json.loads(arguments))
+            except Exception as failure:
+                self._failure = failure
+                raise
+            if not result["ok"]:
+                raise EnvironmentMistake(str(result.get("error") or f"{name} gave no reason")[:400])
+            return _text(self._take(result["output"]).get("blocks"))
 
         schema = definition.get("input_schema") or _FREE
         return Tool(name, str(definition.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
 
+    def _grade(self, name: str, argument: str | None) -> None:
+        """Pass the newest answer to the terminal tool."""
+        result = self._call_tool(name, {} if argument is None else {argument: self.said})
+        if result["ok"]:
+            self._take(result["output"])
+        elif result.get("reason") != _INVALID:  # else the answer is none that it could grade
+            raise EnvironmentMistake(f"{name} does not grade: {str(result.get('error'))[:400]}")
+
+    def _take(self, output: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._total += float(output.get("reward") or 0.0)
+        self._finished = bool(output.get("finished"))
+        return output
+
     def _call_tool(self, name: str, arguments: Any) -> Mapping[str, Any]:
         """Call a tool; the answer comes as events, of which the last has the rest of the JSON.
 
+        Returns:
+            `ok` with `output`, or with the `error` by which the tool refuses its input.
+
         Raises:
-            EnvironmentMistake: The tool refuses, or the server fails.
+            EnvironmentMistake: The tool or the server fails.
         """
-        headers = {"X-Session-ID": self._session, "Accept": "text/event-stream"}
-        path, body = f"{self._at}/call", {"name": name, "input": arguments}
-        answer = self._connected().post(path, body, headers=headers)
+        path = f"{self._at}/call"
+        answer = self._ask(path, {"name": name, "input": arguments}, self._session, accept="text/event-stream")
         if answer.status != 200:
-            answer.value(path)
+            answer.value(f"/{path}")
         text = ""
         for event, data in _events(answer.text):
             if event == "error":
                 raise EnvironmentMistake(f"{name} failed: {data[:400]}")
             text += data if event in ("chunk", "end") else ""
-        result = json.loads(text or "{}")
-        if not result.get("ok"):
-            raise EnvironmentMistake(str(result.get("error") or f"{name} gave no answer")[:400])
-        output: Mapping[str, Any] = result["output"]
-        return output
+        try:
+            result = json.loads(text)
+        except ValueError:
+            result = None
+        if not isinstance(result, Mapping) or "ok" not in result:
+            raise EnvironmentMistake(f"{name} gave no result: {answer.text[-200:]!r}")
+        return result
 
     def _begin(self, spec: Any) -> str:
         session = uuid.uuid4().hex
         self._post("create", {"env_name": self._at, "task_spec": spec}, session)
+        self._pings.add(session)
         return session
+
+    def _end(self, session: str) -> None:
+        self._pings.remove(session)
+        self._post("delete", {}, session)
 
     def _prompt(self, session: str) -> Messages:
         return [{"role": "user", "content": _text(self._get(f"{self._at}/prompt", session))}]
 
-    def _connected(self) -> JsonServer:
-        assert self._server is not None  # setup has made it
-        return self._server
-
     def _get(self, path: str, session: str = "") -> Any:
-        return self._connected().get(path, {"X-Session-ID": session} if session else {}).value(f"/{path}")
+        return self._ask(path, None, session).value(f"/{path}")
 
     def _post(self, path: str, body: Any, session: str = "") -> Any:
-        headers = {"X-Session-ID": session} if session else {}
-        return self._connected().post(path, body, headers=headers).value(f"/{path}")
+        return self._ask(path, body, session).value(f"/{path}")
+
+    def _ask(self, path: str, body: Any, session: str = "", accept: str = "application/json") -> Answer:
+        """Send a request, again and again while the environment's `setup` is at work; without a body, a GET.
+
+        Raises:
+            EnvironmentMistake: No answer in time.
+        """
+        assert self._server is not None  # setup has made it
+        headers = {"Accept": accept, **({"X-Session-ID": session} if session else {})}
+        until = time.monotonic() + self._timeout
+        while True:
+            server = self._server
+            answer = server.get(path, headers) if body is None else server.post(path, body, headers=headers)
+            if answer.status != 503 or answer.headers.get("x-backend-state") != "starting":
+                return answer
+            if time.monotonic() >= until:
+                raise EnvironmentMistake(
+                    f"The environment is still starting after {self._timeout:g} s: raise `timeout_s` in the target."
+                )
+            time.sleep(_seconds(answer.headers.get("retry-after", "")))
+
+
+class _Pings:
+    """Tells a server every half a minute which sessions are in use; it deletes others after a while."""
+
+    def __init__(self, server: JsonServer) -> None:
+        self._server, self._sessions, self._lock = server, set[str](), threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, session: str) -> None:
+        """Tell of a session from now on."""
+        with self._lock:
+            self._sessions.add(session)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, daemon=True, name="ORS pings")
+                self._thread.start()
+
+    def remove(self, session: str) -> None:
+        """Tell no more of a session."""
+        with self._lock:
+            self._sessions.discard(session)
+
+    def _work(self) -> None:
+        while True:
+            time.sleep(_PING_S)
+            with self._lock:
+                sessions = list(self._sessions)
+                if not sessions:
+                    self._thread = None
+                    return
+            for session in sessions:
+                with suppress(EnvironmentMistake):  # a call of the session tells
+                    self._server.post("ping", {}, headers={"X-Session-ID": session})
 
 
 def make(target: str) -> Ors:
@@ -236,7 +334,12 @@ def _text(blocks: Any) -> str:
 def _events(text: str) -> Iterator[tuple[str, str]]:
     """Yield the server-sent events of a stream with their data."""
     for block in text.replace("\r\n", "\n").split("\n\n"):
-        lines = [line.partition(":") for line in block.splitlines() if not line.startswith(":")]
+        lines = [line.partition(":") for line in block.split("\n") if not line.startswith(":")]
         fields = [(name, value.removeprefix(" ")) for name, _, value in lines]
         event = next((value for name, value in fields if name == "event"), "message")
         yield event, "\n".join(value for name, value in fields if name == "data")
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds that a server asks to wait."""
+    return min(max(float(text), _SHORTEST_AGAIN_S), _LONGEST_AGAIN_S) if text.isdecimal() else _AGAIN_S
