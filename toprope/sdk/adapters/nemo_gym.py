@@ -130,7 +130,7 @@ class NemoGym(ToolEnvironment):
         self.__doc__ = str(target.get("description") or f"NeMo Gym's server at {places}: {rows}")
         self._target = target
         self.max_turns = int(target.get("max_turns") or _TURNS)
-        self.tool_timeout_s = float(timeout) + 5
+        self.tool_timeout_s = self.call_s = float(timeout) + 5
         self.longest_result = _LONGEST_RESULT
         self._paths: dict[str, set[str]] = {}
         """By server."""
@@ -142,7 +142,7 @@ class NemoGym(ToolEnvironment):
         if self._folder:
             timeout = self.knobs.timeout_s or max(self._timeout, _JUDGED_S if self.knobs.judge_url else 0.0)
             self._servers = {"": JsonServer(self._start_server(), timeout)}
-            self.tool_timeout_s, self.call_s = timeout + 5, timeout + 5
+            self.tool_timeout_s = self.call_s = timeout + 5
             agent_turns = max(longest(Path(self._folder), path) for path in self._rows)
             self.max_turns = self.knobs.turns or int(target.get("max_turns") or agent_turns or _TURNS)
         try:
@@ -195,6 +195,7 @@ class NemoGym(ToolEnvironment):
         self._cookies: dict[str, str] = {}
         self._mcp: McpSession | None = None
         self._server, self._total, self._over = self._servers[task.data["server"]], 0.0, False
+        self._info: Mapping[str, Any] = {}
         self._refusals = 0
         observations: Messages = []
         if self._stepped[task.data["server"]]:
@@ -235,7 +236,7 @@ class NemoGym(ToolEnvironment):
         self._total += float(result.get("reward") or 0.0)
         self._note_calls(text)
         if result.get("terminated") or result.get("truncated"):
-            self._close()
+            self.close()
             return None, True
         outputs = _info(result).get("tool_outputs") or ()
         messages: Messages = [{"role": "tool", "content": str(output.get("output", ""))} for output in outputs]
@@ -265,7 +266,7 @@ class NemoGym(ToolEnvironment):
         self._refusals += 1
         self.calls.append(Called("step", {}, str(why), 0.0, 0.0, True))
         if self._refusals == _REFUSALS_IN_A_ROW:
-            self._close()
+            self.close()
             return None, True
         return [{"role": "user", "content": f"That was not a valid action: {str(why)[:_LONGEST_REFUSAL]}"}], False
 
@@ -285,6 +286,11 @@ class NemoGym(ToolEnvironment):
         together = sum(isinstance(body, dict) for body in bodies)
         with ThreadPoolExecutor(len(played), thread_name_prefix="verify") as threads:
             return list(threads.map(lambda rollout, body: _try_call(rollout.verify, body, together), played, bodies))
+
+    def close(self) -> None:
+        if not self._over and self._info.get("supports_explicit_close") is True:
+            self._over = True
+            self._post("close", {})
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["reward"] >= self._solved - 1e-9
@@ -314,13 +320,6 @@ class NemoGym(ToolEnvironment):
 
     def _post(self, path: str, body: Any) -> Answer:
         return self._server.post(path, body, self._cookies)
-
-    def _close(self) -> None:
-        """End the episode on a server that asks for it."""
-        if self._over or self._info.get("supports_explicit_close") is not True:
-            return
-        self._over = True
-        self._post("close", {})
 
     def _tool(self, definition: Mapping[str, Any]) -> Tool:
         name = definition.get("name")
@@ -364,7 +363,6 @@ class NemoGym(ToolEnvironment):
         if isinstance(body, Exception):
             raise body
         if body is None:
-            self._close()
             return {"reward": self._bounds.value(self._total, "the sum of steps"), **dict.fromkeys(self._shown, 0.0)}
         result = _judged(self._server.post("verify", body, self._cookies, {TOGETHER: str(together)}), "/verify")
         if not isinstance(result, Mapping) or result.get("reward") is None:

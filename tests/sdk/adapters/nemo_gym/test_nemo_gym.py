@@ -210,6 +210,17 @@ def test_server_with_steps_is_played_by_steps(gym: Gym, tmp_path: Path) -> None:
     assert last["outcome"]["parts"]["tool_calls"] == 1 and not last["outcome"]["success"]
 
 
+def test_episodes_that_fail_or_are_discarded_are_closed(gym: Gym, tmp_path: Path) -> None:
+    gym.steps = True
+    service = opened(gym, tmp_path, timeout_s=300)
+    assert service._variant().environment.call_s >= 300, "the worker waits as long as the server may"
+    (a, b), _ = begun(service, 2)
+    service.answer("discard", {"rollouts": [a]})
+    gym.answers["/step"] = 500, "broken"
+    assert "/step answered 500" in say(service, [b, "hm"])[0]["outcome"]["error"]
+    assert gym.closed == ["s0", "s1"]
+
+
 def test_refused_step_is_told_and_three_in_a_row_end_the_episode(gym: Gym, tmp_path: Path) -> None:
     gym.steps = True
     service = opened(gym, tmp_path)
