@@ -71,9 +71,14 @@ class Sums(BaseTextEnv):
 
     def step(self, action):
         self.turns += 1
+        if action == "fail":
+            raise ValueError("no sum")
         right = action == self.truth
         again = [{"role": "user", "content": "Once more."}]
         return {"observations": again, "reward": float(right), "done": right or self.turns == 2, "metadata": {}}
+
+    def close(self):
+        self.closed = True
 '''
 
 
@@ -269,7 +274,9 @@ def test_rows_make_environments_with_init(tmp_path: Path) -> None:
     rollout = begun(environment)
     assert rollout._environment.task.reference == "3"
     assert rollout.advance("4").messages[0]["content"] == "Once more."
-    assert rollout.advance("3").outcome.success
+    assert rollout.advance("3").outcome.success and rollout._environment._game.closed
+    failed = begun(environment)
+    assert "no sum" in failed.advance("fail").outcome.error and failed._environment._game.closed
 
 
 def test_environment_may_change_the_conversation_that_it_began(tmp_path: Path) -> None:

@@ -181,11 +181,14 @@ class Gymnasium(Environment):
     def score(self) -> dict[str, float]:
         if not self._rows:
             self._games.give_back(self._game)
-        elif callable(getattr(self._game, "close", None)):
-            with self._luck:
-                self._game.close()
         total = max(-_MOST, min(_MOST, self._return))
         return {"reward": self._bounds.value(total, "the sum of rewards"), "return": total}
+
+    def close(self) -> None:
+        close = getattr(self.__dict__.get("_game"), "close", None)
+        if callable(close) and (self._rows or not self._games.is_reused):
+            with self._luck:
+                close()
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return self._success if self._success is not None else max(self._last, parts["return"]) >= self._solved - 1e-9

@@ -5,7 +5,6 @@ A game whose `reset` takes no seed is not reused, because its own generator woul
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 import time
@@ -45,7 +44,8 @@ class Games:
         self._kept: dict[int, tuple[Messages, Any, OwnRandom]] = {}
         self._kept_new: Any = None
         """A new game, if making one is slow."""
-        self._is_reused = True
+        self.is_reused = True
+        """True if a game may be reset for another rollout; known once there is a first one."""
         self._takes_seed = any(parameter.name == "seed" for parameter in parameters_of(maker))
         start = arguments.get("seed")
         self.start = start if isinstance(start, int) else 0
@@ -74,8 +74,9 @@ class Games:
             game = self.make()
         seconds = time.monotonic() - began
         _tell("making a game", seconds)
-        self._is_reused = takes(getattr(game, "reset", None), "seed")
-        if self._is_reused:
+        reset = getattr(game, "reset", None)
+        self.is_reused = callable(reset) and takes(reset, "seed")
+        if self.is_reused:
             if seconds >= _SLOW_S:
                 self._kept_new = self._copy(game)
             self._idle.append(game)
@@ -99,9 +100,9 @@ class Games:
         game = self._idle.pop() if self._idle else self._copy(self._kept_new)
         with luck:
             if game is None:
-                by_seed = self._takes_seed and not self._is_reused
+                by_seed = self._takes_seed and not self.is_reused
                 game = self.make(**({"seed": self.start + seed} if by_seed else {}))
-            observation, info = pair_of(game.reset(seed=seed) if self._is_reused else game.reset())
+            observation, info = pair_of(game.reset(seed=seed) if self.is_reused else game.reset())
         seconds = time.monotonic() - began
         messages = messages_of(observation, info)
         if count_of(game) is not None:
@@ -116,12 +117,8 @@ class Games:
         return messages, game, luck
 
     def give_back(self, game: Any) -> None:
-        """Take back a game, to be reset for another rollout, or to be closed."""
-        if not self._is_reused:
-            if callable(close := getattr(game, "close", None)):
-                with contextlib.suppress(Exception):  # its rollout is over
-                    close()
-        elif len(self._idle) < self._made:  # copies would pile up
+        """Take back a game, to be reset for another rollout."""
+        if self.is_reused and len(self._idle) < self._made:  # copies would pile up
             self._idle.append(game)
 
     def _copy(self, game: Any) -> Any:
