@@ -81,7 +81,9 @@ class Harbor(ToolEnvironment):
             else:
                 image = task.image()
                 problem = task.missing(image) or no_wall
-            if problem and self.knobs.container != "never" and not task.beyond_image:
+            if unscored := task.unscored:
+                problem = unscored
+            elif problem and self.knobs.container != "never" and not task.beyond_image:
                 if not self._engine and not no_engine:
                     try:
                         self._engine = engine()
@@ -135,16 +137,16 @@ class Harbor(ToolEnvironment):
         return self._sandbox.run(command, self.knobs.command_s)
 
     def score(self) -> dict[str, float]:
-        chosen = self._ready[self.task.data["name"]]
-        try:
-            code, printed = self._sandbox.verify()
-            if code is None:
-                return {"reward": 0.0}
-            if not chosen.rewards:
-                return {"reward": float(code == 0)}
-            return {"reward": self._reward(printed)}
-        finally:
-            self._sandbox.close()
+        code, printed = self._sandbox.verify()
+        if code is None:
+            return {"reward": 0.0}
+        if not self._ready[self.task.data["name"]].rewards:
+            return {"reward": float(code == 0)}
+        return {"reward": self._reward(printed)}
+
+    def close(self) -> None:
+        if (sandbox := self.__dict__.get("_sandbox")) is not None:
+            sandbox.close()
 
     def solve(self, variant: int = 0) -> str | None:
         solution = self._ready[self.task.data["name"]].solution

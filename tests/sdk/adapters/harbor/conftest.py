@@ -71,9 +71,9 @@ def bash(command: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'bash', 'arguments': {'command': command}})}</tool_call>"
 
 
-async def worked(link: EnvironmentWorker, *commands: str) -> tuple[list[str], Any]:
-    """The output of commands in the first task, and the outcome."""
-    begun = await link.begin("train", 0, 1, timeout=60)
+async def worked(link: EnvironmentWorker, *commands: str, index: int = 0) -> tuple[list[str], Any]:
+    """The output of commands in a task, and the outcome."""
+    begun = await link.begin("train", index, 1, timeout=60)
     [handle] = begun.rollouts
     printed = []
     for command in commands:
@@ -166,10 +166,16 @@ elif word == "diff":
 elif word == "exec" and (state / "busy").exists() and "rm -rf" in rest[-1]:
     sys.exit("rm: cannot remove: Device or resource busy")
 elif word == "exec":
+    given = []
+    while rest[0] == "--env":
+        given.append(rest[1])
+        rest = rest[2:]
     root = state / rest[0]
     inside = dict(os.environ, CONTAINER=rest[0], PATH=f"{root}/usr/local/bin:{os.environ['PATH']}")
     if (state.parent / "locale").exists():
         inside["LC_ALL"] = "xx_XX.UTF-8"  # bash warns
+    if "JUDGE" not in given:
+        inside.pop("JUDGE", None)
     words = [moved(one, rest[0]) for one in rest[1:]]
     done = subprocess.run(words, cwd=root / "workspace", env=inside, stdout=-1, stderr=-1)
     sys.stdout.buffer.write(done.stdout.replace(str(root).encode(), b""))

@@ -150,6 +150,28 @@ def test_tests_with_a_container_of_their_own_get_declared_files_alone(tmp_path: 
     assert calls.count("rm --force") == calls.count("run --detach") == 4 and calls.count("--memory=256m") == 2
 
 
+def test_variables_of_tests_go_to_their_container_without_being_written_down(tmp_path: Path, docker: Path) -> None:
+    folder = tmp_path / "tasks"
+    for number in range(12):
+        task = written(
+            folder,
+            f"shop-{number}",
+            test='test "${JUDGE%-7}" = guarded; echo $((1 - $?)) > /logs/verifier/reward.txt\n',
+        )
+        settings = "[verifier]\nenv = {JUDGE = '${NO_SUCH_JUDGE:-guarded-7}'}\n"
+        (task / "task.toml").write_text(settings + ("environment_mode = 'separate'\n" if number % 2 else ""))
+
+    async def work() -> Any:
+        async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:
+            await link.open({"adapter": "harbor", "target": str(folder)}, timeout=60, knobs={"container": "always"})
+            return [await worked(link, "echo judged: $JUDGE", index=index) for index in range(4)]
+
+    for printed, outcome in asyncio.run(work()):
+        assert (printed, outcome.error, outcome.reward) == (["judged:"], None, 1.0)
+    calls = (docker / "state" / "calls").read_text()
+    assert calls.count("exec --env JUDGE toprope-") == 4 and "guarded-7" not in calls
+
+
 def test_machines_of_tests_are_read_as_harbor_does(tmp_path: Path) -> None:
     path = written(tmp_path, "shop")
     shared = (path / "task.toml").read_text()

@@ -15,6 +15,7 @@ from tests.sdk.adapters.harbor.conftest import SUM, TEST_SH, bash, with_worker, 
 from toprope.sdk.adapters import harbor
 from toprope.sdk.adapters._harbor.folders import task_folders
 from toprope.sdk.adapters._harbor.sandbox import Sandbox, _made_by, _rename, require_wall
+from toprope.sdk.adapters._harbor.task_settings import filled_in
 from toprope.sdk.errors import EnvironmentMistake, LoadError, WorkerError
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
@@ -110,14 +111,59 @@ def test_a_call_may_take_as_long_as_a_command_and_the_tests_together(tasks: Path
 
 def test_slow_commands_and_what_they_leave_behind_are_ended(tasks: Path) -> None:
     async def body(link: EnvironmentWorker) -> Any:
-        return await worked(link, "sleep 60", f"nohup sleep {LEFT_S} >/dev/null 2>&1 &\necho started", SUM)
+        return await worked(link, "echo before; sleep 60", f"nohup sleep {LEFT_S} >/dev/null 2>&1 &\necho started", SUM)
 
     printed, outcome = with_worker(tasks, body, command_s=1.0)
-    assert "took longer than 1 s" in printed[0] and "started" in printed[1] and outcome.reward == 1.0
+    assert printed[0] == "before\n\n(stopped: it took longer than 1 s)"
+    assert "started" in printed[1] and outcome.reward == 1.0
+    assert not _sleeping(), "what the command left behind still runs"
+
+
+def test_nothing_is_left_of_a_rollout_that_is_discarded(tasks: Path) -> None:
+    async def body(link: EnvironmentWorker) -> Any:
+        begun = await link.begin("train", 0, 1, timeout=60)
+        command = f"nohup sleep {LEFT_S} >/dev/null 2>&1 & echo started"
+        await link.advance([[begun.rollouts[0], bash(command), False]], timeout=60)
+        assert link.enclosure is not None
+        before = len(list(Path(link.enclosure.scratch).glob("task-*")))
+        await link.discard(begun.rollouts, timeout=60)
+        return before, list(Path(link.enclosure.scratch).glob("task-*")), _sleeping()
+
+    before, left, sleeping = with_worker(tasks, body)
+    assert before == 1 and not left and not sleeping
+
+
+def _sleeping() -> bool:
+    """Return True if a process that LEFT_S names is there, after the time in which one that was killed goes."""
     limit = time.monotonic() + 5
     while any(one.info["cmdline"] == ["sleep", LEFT_S] for one in psutil.process_iter(["cmdline"])):
-        assert time.monotonic() < limit, "what the command left behind still runs"
+        if time.monotonic() > limit:
+            return True
         time.sleep(0.05)
+    return False
+
+
+def test_variables_of_the_tests_are_theirs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = 'test "$JUDGE $FILE" = "yes $(echo /tests)/x"; echo $((1 - $?)) > /logs/verifier/reward.txt\n'
+    for number in range(12):
+        task = written(tmp_path, f"shop-{number}", test=test)
+        env = "[verifier.env]\nJUDGE = '${NO_SUCH_JUDGE:-yes}'\nFILE = '/tests/x'\n"
+        (task / "task.toml").write_text(env)
+
+    async def body(link: EnvironmentWorker) -> Any:
+        return await worked(link, "echo judged: $JUDGE")
+
+    printed, outcome = with_worker(tmp_path, body)
+    assert (printed, outcome.error, outcome.reward) == (["judged:"], None, 1.0)
+    (tmp_path / "shop-0" / "task.toml").write_text("[verifier]\nenv = {JUDGE = '${NO_SUCH_JUDGE}'}\n")
+    [task] = task_folders(tmp_path / "shop-0")
+    assert task.unscored.startswith("its tests need the variable NO_SUCH_JUDGE: set it in settings.yaml")
+    environment = harbor.make(str(tmp_path / "shop-0"))
+    environment.knobs = harbor.Harbor.Knobs()
+    with pytest.raises(LoadError, match="its tests need the variable NO_SUCH_JUDGE"):
+        environment.setup()
+    monkeypatch.setenv("NO_SUCH_JUDGE", "it")
+    assert task.unscored == "" and filled_in(task.variables) == {"JUDGE": "it"} and task.seconds == 600
 
 
 def test_rollouts_of_one_worker_do_not_reach_each_other(tasks: Path) -> None:
@@ -233,6 +279,9 @@ def test_first_format_of_terminal_bench_is_decided_by_the_exit_code(tmp_path: Pa
     machine.run("touch hello.txt", 10.0)
     assert machine.verify()[0] == 0
     machine.close()
+    with (folder / "task.yaml").open("a") as settings:
+        settings.write("parser_name: swebench\n")
+    assert not task.unscored and "parser swebench" in task_folders(folder)[0].unscored
 
 
 def test_nothing_runs_without_a_wall(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:

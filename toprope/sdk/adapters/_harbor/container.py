@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import posixpath
 import re
 import shlex
@@ -19,12 +20,13 @@ import subprocess
 import tarfile
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
 from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, TaskFolder, command_message
+from toprope.sdk.adapters._harbor.task_settings import filled_in
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
 __all__ = ["Container", "engine"]
@@ -148,7 +150,8 @@ class Container:
                 script = "/tests/run-tests.sh"
                 place = str(self._task.path / self._task.tests)
                 self._engine(["cp", place, f"{self._name}:{script}"], _STEP_S, "its tests were not copied")
-        return self._run(f"TEST_DIR=/tests bash {script}", self._task.seconds)
+        variables = filled_in(self._task.variables)
+        return self._run(f"TEST_DIR=/tests bash {script}", self._task.seconds, variables=variables)
 
     def _make_afresh(self, folder: str, before: str) -> None:
         code, printed = self._run(f"rm -rf {folder} && mkdir -p {posixpath.dirname(folder)} && mkdir {folder}", _STEP_S)
@@ -269,10 +272,13 @@ class Container:
             self._tests.close()
         self._delete()
 
-    def _run(self, command: str, seconds: float, *, errors: bool = True) -> tuple[int | None, str]:
+    def _run(
+        self, command: str, seconds: float, *, errors: bool = True, variables: Mapping[str, str] | None = None
+    ) -> tuple[int | None, str]:
         timeout, bash = self._started_by
-        words = ["exec", self._name, timeout, "-s", "KILL", f"{seconds:g}", bash, "-c", command]
-        done = _done([self._program, *words], seconds + _STEP_S, errors=errors)
+        given = [word for name in variables or () for word in ("--env", name)]  # without values, which may be keys
+        words = ["exec", *given, self._name, timeout, "-s", "KILL", f"{seconds:g}", bash, "-c", command]
+        done = _done([self._program, *words], seconds + _STEP_S, errors=errors, variables=variables)
         return None if done.returncode == _KILLED else done.returncode, done.stdout
 
     def _engine(self, words: list[str], seconds: float, problem: str) -> str:
@@ -282,17 +288,20 @@ class Container:
         return done.stdout
 
 
-def _done(command: list[str], seconds: float, *, errors: bool = True) -> subprocess.CompletedProcess[str]:
+def _done(
+    command: list[str], seconds: float, *, errors: bool = True, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command; one that takes too long counts as failed.
 
     Args:
         errors: Count what it prints on standard error as its output.
+        variables: Environment variables that it has besides this process's.
     """
     errors_to = subprocess.STDOUT if errors else subprocess.DEVNULL
     try:
         return subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors_to, timeout=seconds, check=False,
-            text=True, errors="replace",
+            text=True, errors="replace", env={**os.environ, **(variables or {})},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, _KILLED, f"no answer within {seconds:g} s")

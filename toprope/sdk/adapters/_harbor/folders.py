@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._harbor.packages import asked_for, is_here, is_installed, words_of
-from toprope.sdk.adapters._harbor.task_yaml import beyond_one_image, scalars_of
+from toprope.sdk.adapters._harbor.task_settings import beyond_one_image, scalars_of, unset_in
 from toprope.sdk.errors import LoadError
 
 __all__ = ["PYTEST_FILES", "Image", "TaskFolder", "Verifier", "command_message", "holds_task", "task_folders"]
@@ -89,6 +89,8 @@ class TaskFolder:
         internet: True if its container has a network.
         prebuilt: The image of its container, if that is not built.
         verifier: Its tests, if they have a container of their own.
+        variables: Environment variables of its tests; see `filled_in`.
+        parser: The parser of Terminal-Bench that reads its verdict; empty in Harbor's format.
     """
 
     path: Path
@@ -104,6 +106,17 @@ class TaskFolder:
     internet: bool = True
     prebuilt: str = ""
     verifier: Verifier | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    parser: str = ""
+
+    @property
+    def unscored(self) -> str:
+        """The reason that its tests cannot give a verdict here; empty if they can."""
+        if self.parser not in ("", "pytest"):
+            return f"its verdict is for Terminal-Bench's parser {self.parser}; here the exit code of its tests decides"
+        if unset := unset_in(self.variables):
+            return f"its tests need the variable {unset[0]}: set it in settings.yaml, under `variables`, `environment`"
+        return ""
 
     @property
     def name(self) -> str:
@@ -233,8 +246,9 @@ def _task(folder: Path) -> TaskFolder | None:
                 folder / "environment",
                 solution if solution.is_file() else None,
                 True,
-                float(verifier.get("timeout_sec", 180)),
+                float(verifier.get("timeout_sec", 600)),
                 str((settings.get("metadata") or {}).get("difficulty", "")),
+                variables={name: str(value) for name, value in (verifier.get("env") or {}).items()},
             )
             is_built = (folder / "environment" / "Dockerfile").is_file()
             task = _on(task, {**machine, "docker_image": ""} if is_built else machine)
@@ -250,6 +264,7 @@ def _task(folder: Path) -> TaskFolder | None:
             False,
             float(scalars.get("max_test_timeout_sec") or 180),
             scalars.get("difficulty", ""),
+            parser=scalars.get("parser_name", ""),
         )
     except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise LoadError(f"{folder} is not a readable task: {error}") from error

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, Image, TaskFolder, command_message
 from toprope.sdk.adapters._harbor.programs import stand_ins
+from toprope.sdk.adapters._harbor.task_settings import filled_in
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.wall.kernel import hide_memory, landlock_abi
 from toprope.sdk.wall.within import RolloutWall
@@ -162,6 +163,7 @@ class Sandbox:
         tests = self._inside("/tests")
         script = self._wall.touch(lambda: self._tests_in(tests), reads=[str(self._task.path.resolve())])
         self._stand_in(tests=True)
+        self._variables |= {name: self._move_paths(value) for name, value in filled_in(self._task.variables).items()}
         self._variables |= {"TEST_DIR": str(tests), "PYTHONNOUSERSITE": "1"}
         # From a copy that no command can change: tests may start what the policy wrote. `.` keeps the script's name.
         text = self._wall.touch(lambda: script.read_text("utf-8", "replace"))
@@ -265,9 +267,10 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             self._end_processes()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=5.0)
-            printed = b""
+            try:
+                printed, _ = process.communicate(timeout=5.0)
+            except subprocess.TimeoutExpired as late:
+                printed = late.output or b""
         return code, printed.decode("utf-8", "replace").replace(str(self._root), "")
 
     def _end_processes(self) -> None:

@@ -1,13 +1,19 @@
-"""Read `task.yaml` and `docker-compose.yaml` of Terminal-Bench's first format, also in interpreters without YAML."""
+"""Read `task.yaml` and `docker-compose.yaml` of Terminal-Bench's first format, also in interpreters without YAML, and
+the variables of a task.toml."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import os
 import re
+from collections.abc import Mapping
 
-__all__ = ["beyond_one_image", "scalars_of"]
+__all__ = ["beyond_one_image", "filled_in", "scalars_of", "unset_in"]
+
+_TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
+"""`${NAME}` or `${NAME:-default}`: a variable of this process (`harbor.utils.env` of Harbor 0.26)."""
 
 
 def scalars_of(text: str) -> dict[str, str]:
@@ -50,3 +56,17 @@ def beyond_one_image(text: str) -> str:
         return "it runs several services (docker-compose)"
     mounted = next((mount[1] for line in inside if (mount := re.match(r"\s*- *['\"]?([./~][^:]*):", line))), "")
     return f"its docker-compose.yaml mounts {mounted}" if mounted else ""
+
+
+def filled_in(written: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of a task.toml with the values that templates stand for."""
+    return {
+        name: os.environ.get(match[1], match[2] or "") if (match := _TEMPLATE.fullmatch(value)) else value
+        for name, value in written.items()
+    }
+
+
+def unset_in(written: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that templates need and this process lacks."""
+    found = filter(None, map(_TEMPLATE.fullmatch, written.values()))
+    return [match[1] for match in found if match[2] is None and match[1] not in os.environ]
