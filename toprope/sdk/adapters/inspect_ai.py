@@ -329,8 +329,8 @@ async def _evaluate(task: Any, pairs: list[tuple[Any, Rollout]], turns: int) -> 
             ctl_server=False,
             acp_server=False,
             fail_on_error=False,
-            turn_limit=turns,
-            time_limit=max(1, int(session.timeout_s)),
+            turn_limit=_lower(turns, task.turn_limit),
+            time_limit=_lower(max(1, int(session.timeout_s)), task.time_limit),
             max_samples=len(pairs),
             max_connections=len(pairs),
             max_retries=2,
@@ -353,6 +353,10 @@ def _copy(task: Any) -> Any:
     copied.early_stopping = None  # It would leave out samples that others make redundant for an evaluation.
     copied.model = None  # The policy answers, whichever model the author names.
     return copied
+
+
+def _lower(limit: int, authors: int | None) -> int:
+    return limit if authors is None else min(limit, authors)
 
 
 class _NotPlayed(RuntimeError):

@@ -53,6 +53,8 @@ class Model:
 
 places: list[dict[str, str]] = []
 """Addresses of the roles of each evaluation."""
+given_limits: list[tuple[int, int]] = []
+"""Most turns and seconds of each evaluation."""
 
 
 @pytest.fixture
@@ -67,13 +69,16 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
         failure: BaseException | None = None,
         target: str = "package/sums",
         metrics: Any = ("accuracy",),
+        limits: tuple[int | None, int | None] = (None, None),
     ) -> OwnLoop:
         task = Thing(dataset=samples, sandbox=None, scorer=list(scorers), model_roles={"critic": "other/model"})
         task.early_stopping, task.model = "some", "mockllm/model"
+        task.turn_limit, task.time_limit = limits
 
         async def eval_async(asked: list[Sample], model: dict[str, Any], **settings: Any) -> list[Thing]:
             assert settings["model_roles"].keys() == {"grader", "critic"} and model["plays"] == ""
             assert all(one["plays"] == role for role, one in settings["model_roles"].items())
+            given_limits.append((settings["turn_limit"], settings["time_limit"]))
             places.append({role: one["base_url"] for role, one in settings["model_roles"].items()})
             if evaluate is not None:
                 await evaluate(asked, model["rollouts"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.sdk.adapters.inspect.conftest import PrerequisiteError, Sample, places, sample, session
+from tests.sdk.adapters.inspect.conftest import PrerequisiteError, Sample, given_limits, places, sample, session
 from toprope.sdk.adapters import inspect_ai
 from toprope.sdk.adapters._inspect_ai import commands, provider
 from toprope.sdk.adapters._inspect_ai.commands import confine_commands
@@ -67,6 +67,15 @@ def test_inspect_batches_alike_rollouts_into_one_evaluation(inspect: Callable[..
         assert await ask(d, session()) == ["d by k"]
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(("limits", "expected"), [((None, None), (32, 600)), ((2, 5), (2, 5)), ((50, None), (32, 600))])
+def test_lower_limit_of_the_author_counts(
+    inspect: Callable[..., OwnLoop], limits: tuple[int | None, int | None], expected: tuple[int, int]
+) -> None:
+    environment = inspect([sample("a")], limits=limits)
+    [played] = asyncio.run(environment.group(next(iter(environment.tasks())), [session()]))
+    assert isinstance(played, Played) and given_limits[-1] == expected
 
 
 def test_inspect_converts_scores_to_parts(inspect: Callable[..., OwnLoop]) -> None:
