@@ -18,8 +18,9 @@ import pytest
 
 from toprope.records.journal import groups
 from toprope.sdk import Environment, Outcome, Part, Task, knob, play
+from toprope.sdk.authoring import env_managed
 from toprope.sdk.authoring import environment as authoring
-from toprope.sdk.authoring.env_managed import OwnLoop, Played, sample_group
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, off_the_clock, sample_group
 from toprope.sdk.authoring.environment import Scoring, copy_for
 from toprope.sdk.authoring.knobs import describe_knobs, make_knobs
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
@@ -247,6 +248,33 @@ def test_rollouts_of_a_group_are_seeded_once_each(monkeypatch: pytest.MonkeyPatc
     task, session = Task("a"), SimpleNamespace(timeout_s=9.0)
     played = asyncio.run(Draws().group(task, [session] * 2))
     assert played == [random.Random(f"0:{task.id}:{number}").random() for number in range(2)]
+
+
+def test_waiting_for_a_turn_is_not_the_rollout_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Queue(OwnLoop):
+        async def rollout(self, session: Any) -> Any:
+            if session.kind == "refused":
+                raise TimeoutError("the server did not answer")
+            with off_the_clock():
+                await lock.acquire()
+            try:
+                await asyncio.sleep(session.seconds)
+            finally:
+                lock.release()
+
+    async def played(*sessions: tuple[str, float]) -> list[str]:
+        given = [SimpleNamespace(kind=kind, seconds=seconds, timeout_s=0.5) for kind, seconds in sessions]
+        return [str(result) for result in await Queue().group(Task("a"), given)]
+
+    lock = asyncio.Lock()
+    assert asyncio.run(played(*[("quick", 0.2)] * 5, ("slow", 9.0), ("quick", 0.1), ("refused", 0.0))) == [
+        *["None"] * 5, "the rollout took longer than 0.5 s", "None", "the server did not answer"
+    ]  # fmt: skip
+    monkeypatch.setattr(env_managed, "_LONGEST_WAIT_S", 0.2)
+    lock = asyncio.Lock()
+    assert asyncio.run(played(("slow", 0.4), ("quick", 0.1))) == [
+        "None", "the rollout waited longer than 0.2 s for its turn"
+    ]  # fmt: skip
 
 
 def test_errors_of_rollouts_end_with_the_host_however_long_they_are() -> None:

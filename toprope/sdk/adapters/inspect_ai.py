@@ -34,7 +34,7 @@ from toprope.sdk.adapters._inspect_ai.score_values import marks_of, number_of, r
 from toprope.sdk.adapters._shared.bounds import bounds_of, within
 from toprope.sdk.adapters._shared.keys import keyed_samples
 from toprope.sdk.adapters._shared.random_state import OwnRandom
-from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session, off_the_clock
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
@@ -90,7 +90,7 @@ class InspectKnobs:
 class Inspect(OwnLoop):
     """A task of inspect-ai."""
 
-    listed = True
+    listed = takes_turns = True
     packages = ("inspect-ai",)
     tags = ("inspect", "evaluation", "model-roles")
     Knobs = InspectKnobs
@@ -222,8 +222,8 @@ class Inspect(OwnLoop):
         return Played(parts, **conversation)
 
 
-_Pending = tuple[Any, Rollout, "asyncio.Future[Any]"]
-"""A sample, its rollout, and the future of its log."""
+_Pending = tuple[Any, Rollout, "asyncio.Future[None]", "asyncio.Future[Any]"]
+"""A sample, its rollout, and the futures of the start of its evaluation and of its log."""
 
 
 class _Desk:
@@ -235,10 +235,12 @@ class _Desk:
 
     async def played(self, task: Any, sample: Any, rollout: Rollout, turns: int) -> Any:
         """Return the sample of inspect's log."""
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sample, rollout, done))
+        begun, done = (asyncio.get_running_loop().create_future() for _ in range(2))
+        self._waiting.append((sample, rollout, begun, done))
         if self._working is None or self._working.done():
             self._working = asyncio.create_task(self._work(task, turns))
+        with off_the_clock():
+            await begun
         return await done
 
     async def _work(self, task: Any, turns: int) -> None:
@@ -246,14 +248,16 @@ class _Desk:
         while waiting := [pending for pending in self._waiting if not pending[2].done()]:
             alike = _together([pending for pending in waiting if _alike(pending[1].session, waiting[0][1].session)])
             self._waiting = [pending for pending in waiting if pending not in alike]
+            for _, _, begun, _ in alike:
+                begun.set_result(None)
             try:
-                samples = await _evaluate(task, [(sample, rollout) for sample, rollout, _ in alike], turns)
+                samples = await _evaluate(task, [(sample, rollout) for sample, rollout, _, _ in alike], turns)
             except Exception as error:
-                for _, _, done in alike:
+                for _, _, _, done in alike:
                     if not done.done():
                         done.set_exception(RuntimeError(f"inspect: {type(error).__name__}: {error}"))
                 continue
-            for (_, _, done), sample in zip(alike, samples, strict=True):
+            for (_, _, _, done), sample in zip(alike, samples, strict=True):
                 if done.done():
                     continue
                 if isinstance(sample, _NotPlayed):

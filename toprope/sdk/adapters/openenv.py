@@ -25,7 +25,7 @@ from toprope.sdk.adapters._servers.openenv_http import Episode
 from toprope.sdk.adapters._servers.openenv_manifest import Manifest, reset_parameters
 from toprope.sdk.adapters._shared.bounds import TOLERANCE, bounds_of, within
 from toprope.sdk.adapters._shared.fetched_files import with_source
-from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session, off_the_clock
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.authoring.policy_client import PolicyRefused, ask
@@ -98,6 +98,7 @@ class OpenEnvKnobs:
 class OpenEnv(OwnLoop):
     """An environment behind an OpenEnv server."""
 
+    takes_turns = True
     packages = ("openenv",)
     tags = ("openenv",)
     Knobs = OpenEnvKnobs
@@ -205,8 +206,12 @@ class OpenEnv(OwnLoop):
     async def rollout(self, session: Session) -> Played:
         if not self._gate:  # shared by all copies, which run on one event loop
             self._gate.append(asyncio.Semaphore(self.knobs.sessions))
-        async with self._gate[0]:
+        with off_the_clock():
+            await self._gate[0].acquire()
+        try:
             return await self._episode(session)
+        finally:
+            self._gate[0].release()
 
     async def _episode(self, session: Session) -> Played:
         async with self._begin(self.task.data["seed"], self.task.data.get("reset")) as (episode, result):
@@ -318,7 +323,8 @@ class OpenEnv(OwnLoop):
                 else:
                     yield episode, result
                     return
-            await asyncio.sleep(pause)
+            with off_the_clock():
+                await asyncio.sleep(pause)
             pause = min(2 * pause, 0.5)
 
     def _messages(self, text: str) -> Messages:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -22,13 +24,17 @@ from typing import Any
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, copy_for
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, shortened, with_host
 
-__all__ = ["REWARD_ERRORS", "OwnLoop", "Played", "Session", "sample_group"]
+__all__ = ["REWARD_ERRORS", "OwnLoop", "Played", "Session", "off_the_clock", "sample_group"]
 
 REWARD_ERRORS = "reward_errors"
 """Part of weight 0 that counts reward functions whose errors an ecosystem takes for reward 0."""
 _LONGEST_ERROR = 500
 _LONGEST_TALK = 200_000
 _LONGEST_SEAT = 64
+_LONGEST_WAIT_S = 3600.0
+"""Longest wait of a rollout for its turn."""
+_clock: ContextVar[asyncio.Timeout | None] = ContextVar("clock", default=None)
+"""The time limit of the rollout that runs."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,9 @@ class OwnLoop(Environment):
     """Base class of environments that own the loop. Define `tasks` and `rollout`, or `group` instead of `rollout` if
     the rollouts of a group depend on each other."""
 
+    takes_turns: bool = False
+    """True if rollouts may wait for each other, `off_the_clock`."""
+
     async def rollout(self, session: Session) -> Played:
         """Sample `self.task` once. Rollouts share one event loop, so nothing in here may block.
 
@@ -143,9 +152,37 @@ async def timed(playing: Any, session: Session) -> Any:
         TimeoutError: It took longer; the text says how long.
     """
     try:
-        return await asyncio.wait_for(playing, session.timeout_s)
+        async with asyncio.timeout(session.timeout_s) as clock:
+            _clock.set(clock)
+            return await playing
     except TimeoutError:
+        if not clock.expired():
+            raise  # a limit of its own
         raise TimeoutError(f"the rollout took longer than {session.timeout_s:g} s") from None
+
+
+@contextmanager
+def off_the_clock() -> Iterator[None]:
+    """Wait in here for other rollouts: that does not count as the rollout's own time, up to an hour.
+
+    Raises:
+        EnvironmentMistake: It waited longer.
+    """
+    clock, now = _clock.get(), asyncio.get_running_loop().time
+    began = now()
+    if clock is None or (deadline := clock.when()) is None:
+        yield
+        return
+    clock.reschedule(began + _LONGEST_WAIT_S)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if clock.expired():
+            raise EnvironmentMistake(f"the rollout waited longer than {_LONGEST_WAIT_S:g} s for its turn") from None
+        raise
+    finally:
+        if not clock.expired():
+            clock.reschedule(deadline + now() - began)
 
 
 @dataclass(frozen=True)

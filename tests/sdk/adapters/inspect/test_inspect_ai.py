@@ -78,6 +78,24 @@ def test_lower_limit_of_the_author_counts(
     assert isinstance(played, Played) and given_limits[-1] == expected
 
 
+def test_wait_for_an_evaluation_is_not_the_rollout_s_time(inspect: Callable[..., OwnLoop]) -> None:
+    async def evaluate(asked: list[Sample], rollouts: dict[tuple[str, int], Rollout]) -> None:
+        await asyncio.sleep(9 if asked[0].input == "slow" else 0.4)
+
+    environment = inspect([sample("a"), sample("b"), sample("c"), sample("slow")], evaluate)
+
+    async def work() -> list[Any]:
+        groups = []
+        for number, task in enumerate(environment.tasks()):  # each other settings, and so an evaluation of its own
+            one = session(timeout_s=1.0, max_tokens=number + 1)
+            groups.append(asyncio.ensure_future(environment.group(task, [one])))
+        return [(await group)[0] for group in groups]
+
+    *played, slow = asyncio.run(work())
+    assert all(isinstance(one, Played) for one in played) and environment.takes_turns
+    assert "took longer than 1 s" in str(slow)
+
+
 def test_inspect_converts_scores_to_parts(inspect: Callable[..., OwnLoop]) -> None:
     call = Thing(id="c1", function="add", arguments={"a": 1})
     messages = [Thing(role="user", text="x"), Thing(role="assistant", text="", tool_calls=[call])]

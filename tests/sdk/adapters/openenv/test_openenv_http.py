@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import dataclasses
 import json
 import threading
 import time
@@ -17,8 +19,10 @@ from tests.sdk.adapters.openenv.conftest import sample
 from toprope.sdk.adapters import openenv
 from toprope.sdk.adapters._servers.openenv_http import Endpoints, merged
 from toprope.sdk.adapters._servers.openenv_manifest import Manifest, reset_parameters
+from toprope.sdk.authoring.env_managed import OwnLoop, sample_group
 from toprope.sdk.errors import EnvironmentMistake
 from toprope.sdk.rollouts import configure
+from toprope.sdk.worker.scripted_policy import scripted_session
 
 GUESS = {"type": "object", "properties": {"guess": {"type": "integer"}}, "required": ["guess"]}
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
@@ -92,6 +96,22 @@ def test_one_environment_is_played_by_one_episode_at_a_time(serve: Callable[...,
     assert [one.parts["reward"] for one in outcomes] == [2.0] * 6 and all(one.success for one in outcomes)
     [wrong] = sample(environment, tasks[3], "4", 1)
     assert (wrong.parts["reward"], wrong.success, wrong.error) == (0.5, False, None)
+
+
+def test_wait_for_a_server_with_one_episode_is_not_the_rollout_s_time(serve: Callable[..., str]) -> None:
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/step":
+            time.sleep(0.3)
+        return 200, {"observation": {"text": "next"}, "reward": 1.0, "done": path == "/step"}
+
+    reset = {"type": "object", "properties": {"seed": {"type": "integer"}}}
+    url = serve(described(reset, {"$ref": "#/components/schemas/Guess"}, Guess=GUESS), answer)
+    environment = configure(openenv.make(url), knobs={"tasks": 2, "sessions": 4})
+    assert isinstance(environment, OwnLoop) and environment.takes_turns
+    with scripted_session('{"guess": 3}') as session:
+        sessions = [dataclasses.replace(session, timeout_s=1.2)] * 6
+        outcomes = asyncio.run(sample_group(environment, next(iter(environment.tasks())), sessions)).outcomes
+    assert [one.error for one in outcomes] == [None] * 6
 
 
 def test_sessions_are_told_apart_and_steps_are_wrapped(serve: Callable[..., str]) -> None:

@@ -256,3 +256,45 @@ def test_last_lines_of_a_worker_hold_no_keys(tmp_path: Path, answer: str, end: s
             assert str(ended.value).endswith(end) and "123456789" not in ended.value.stderr
 
     asyncio.run(main())
+
+
+TURNS = """
+import asyncio
+from toprope.sdk import Environment, Task
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, off_the_clock
+
+lock = asyncio.Lock()
+
+class Turns(OwnLoop):
+    takes_turns = TAKES
+
+    def tasks(self):
+        for number in range(30):
+            yield Task(f"Say {number}")
+
+    async def rollout(self, session):
+        with off_the_clock():
+            await lock.acquire()
+        try:
+            await asyncio.sleep(0.6)
+        finally:
+            lock.release()
+        return Played({"score": 1.0})
+"""
+
+
+def test_worker_whose_rollouts_take_turns_has_the_time_of_all_of_them(tmp_path: Path) -> None:
+    session = {"base_url": "http://127.0.0.1:9/v1", "api_key": "k", "model": "m", "timeout_s": 0.9}
+
+    async def main(takes: bool) -> list[Any]:
+        file = tmp_path / f"turns{takes}.py"
+        file.write_text(TURNS.replace("TAKES", str(takes)))
+        async with await EnvironmentWorker.start(timeout=60) as worker:
+            assert (await worker.open({"file": str(file), "attribute": "Turns"}, timeout=60)).takes_turns is takes
+            await worker.tasks("train", 0, 3, timeout=60)
+            runs = (worker.run("train", index, [session] * 2, timeout=1.0) for index in range(2))
+            return await asyncio.gather(*runs, return_exceptions=True)
+
+    groups = asyncio.run(main(True))
+    assert [[outcome.error for outcome in group.outcomes] for group in groups] == [[None, None]] * 2
+    assert all(isinstance(group, WorkerTimeout) for group in asyncio.run(main(False)))

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.sdk.adapters._servers.started import DIRECT
+from toprope.sdk.authoring.env_managed import off_the_clock
 from toprope.sdk.errors import EnvironmentMistake
 
 __all__ = ["Endpoints", "Episode", "Refused", "Turns", "details", "merged", "missing", "turns_at"]
@@ -249,7 +250,8 @@ class Episode:
 
     async def __aenter__(self) -> Episode:
         if not self._endpoints.names_sessions:
-            await self._turns.take(self)
+            with off_the_clock():
+                await self._turns.take(self)
         return self
 
     async def __aexit__(self, *exception: object) -> None:

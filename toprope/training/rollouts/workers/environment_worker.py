@@ -27,7 +27,8 @@ _T = TypeVar("_T")
 _PART_S = 5.0
 """Seconds of a part of a search for tasks."""
 _LONGEST_CALL_S = 3600.0
-"""Most seconds that an environment's own limits give a call per rollout, and that the tools give it in all."""
+"""Most seconds that an environment's own limits give a call per rollout, that the tools give it in all, and that
+rollouts wait for each other."""
 
 
 class EnvironmentWorker(WorkerClient):
@@ -47,6 +48,8 @@ class EnvironmentWorker(WorkerClient):
         self._tools = 0.0, 0
         """Longest limit of a tool's call in seconds, and the most calls in one answer."""
         self._load_s = 0.0
+        self._takes_turns, self._playing = False, 0
+        """Whether rollouts that sample themselves wait for each other, and the number of those."""
         self._known: dict[tuple[str, str], float] = {}
         """Tasks that the worker has found, by split and variant; infinite once it has them all."""
 
@@ -96,6 +99,7 @@ class EnvironmentWorker(WorkerClient):
         card = await self._ask(Card, "open", timeout, arguments)
         self._load_s = timeout
         self.call_s, self._known, self._tools = card.call_s, {}, (card.tool_s, card.most_calls)
+        self._takes_turns = card.takes_turns
         return card
 
     async def vary(self, variant: str, knobs: Mapping[str, Any], *, timeout: float) -> Card:
@@ -198,7 +202,12 @@ class EnvironmentWorker(WorkerClient):
         weights: Mapping[str, float] | None = None,
         variant: str = "",
     ) -> SampledGroup:
-        """Have the environment sample a task itself, once per session, beside other requests."""
+        """Have the environment sample a task itself, once per session, beside other requests.
+
+        Args:
+            timeout: Seconds for one rollout; where rollouts take turns, those of the others are allowed beside, up to
+                an hour.
+        """
         await self._reach(split, index, variant, timeout)
         arguments = {
             "split": split,
@@ -207,7 +216,12 @@ class EnvironmentWorker(WorkerClient):
             **_weights_argument(weights),
             **_variant_argument(variant),
         }
-        return await self._ask(SampledGroup, "run", timeout, arguments, concurrent=True)
+        self._playing += len(sessions)
+        try:
+            wait = min(timeout * (self._playing - 1), _LONGEST_CALL_S) if self._takes_turns else 0.0
+            return await self._ask(SampledGroup, "run", timeout + wait, arguments, concurrent=True)
+        finally:
+            self._playing -= len(sessions)
 
     async def _reach(self, split: str, index: int, variant: str, timeout: float) -> None:
         """Have the worker find the tasks up to number `index` by parts, each within `timeout` and the time to load:
