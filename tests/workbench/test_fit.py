@@ -57,6 +57,9 @@ def test_unknown_task_advises_fine_tuning_first() -> None:
     sums = tasks("What is 3 + 4?", references=("7",))
     [found] = [one for one in misfits(preset(), sums) if one.rule == "unknown_task"]
     assert found.changes["algorithm.name"] == "sft" and SFT_PRESET in found.text
+    tools = preset(policy__model="embedded-tools", sft__learning_rate=0.004)
+    [found] = [one for one in misfits(tools, sums) if one.rule == "unknown_task"]
+    assert found.changes == {"algorithm.name": "sft"} and "cpu-sft" not in found.text, "the preset's rate stays"
     assert "unknown_task" not in rules(preset(), sums, earlier_test(all_wrong_share=0.4))
     assert "unknown_task" not in rules(preset(policy__model="run:sft-1"), sums)
     assert rules(preset(SFT_PRESET), sums) == {}

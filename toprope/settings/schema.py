@@ -116,7 +116,7 @@ class AlgorithmSection(Section):
     )
     shuffle_rewards: bool = Field(
         False,
-        description="A control: rewards are shuffled within groups (ppo, custom: within steps); nothing can be learned.",
+        description="A control: rewards are shuffled within groups (ppo, custom: within steps), to learn nothing.",
     )
     deterministic: bool = Field(
         False,

@@ -154,14 +154,17 @@ def _unknown_task(config: Config, tasks: TaskSample | None, tested: Baseline | N
         claim = "The embedded policy knows words to spell and nothing of this task"
     else:
         claim = "The policy embedded-tools is untrained"
-    changes = {"algorithm.name": "sft", "sft.learning_rate": _SFT_RATE}
+    changes: dict[str, Any] = {"algorithm.name": "sft"}
+    if config.sft.learning_rate < _LEAST_SFT_RATE:
+        changes["sft.learning_rate"] = _SFT_RATE
     if tasks is not None and not tasks.references:
         return Misfit("unknown_task", f"{claim}, and there are no reference answers to show it: its reward stays 0.")
     return Misfit(
         "unknown_task",
         f"{claim}: its reward stays near 0 until supervised fine-tuning has shown it answers.",
         changes,
-        f'Or take preset "{SFT_PRESET}". Then algorithm.name grpo with policy.model "run:<id of that run>".',
+        (f'Or take preset "{SFT_PRESET}". ' if config.policy.model == "embedded" else "")
+        + 'Then algorithm.name grpo with policy.model "run:<id of that run>".',
     )
 
 

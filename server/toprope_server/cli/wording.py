@@ -46,6 +46,8 @@ class Command:
                 words += [option[str(value)]] if str(value) in option else []
             elif value is True:
                 words.append(option)
+            elif isinstance(value, Mapping):
+                words += [word for key, part in value.items() for word in (option, shlex.quote(f"{key}={part}"))]
             elif value is not None and value is not False:
                 words += [option, shlex.quote(str(value))]
         return " ".join(words)
@@ -62,7 +64,7 @@ COMMANDS = {
         {"order": "--order", "task": "--task", "part": "--part", "failed": "--failed", "cursor": "--cursor"},
     ),
     "build_dataset": Command("data build", ("name",)),
-    "check_environment": Command("env check", ("name",), {"full": "--full"}),
+    "check_environment": Command("env check", ("name",), {"full": "--full", "knobs": "-k"}),
     "check_status": Command("watch", ("run_ids",)),
     "evaluate_policy": Command("eval", ("run_id",), {"tasks": "--tasks", "limit": "--limit"}),
     "export_policy": Command("export", ("run_id",), {"form": "--form", "hub": "--hub"}),

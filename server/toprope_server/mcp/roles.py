@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SETS = {
     "plan": "environments, drafts and the notes of experiments",
-    "run": "measuring, starting, stopping, resuming and asking",
+    "run": "measuring, starting, stopping, resuming, asking, exporting and serving",
     "read": "everything that changes nothing",
     "hermes": "the ten rl_* tools of Hermes Agent, which no other set has",
 }

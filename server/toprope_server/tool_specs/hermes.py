@@ -55,12 +55,17 @@ def json_text(structure: dict[str, Any]) -> TextContent:
 
 
 def in_hermes_words(text: str, offered: Collection[str]) -> str:
-    """Name Hermes' tools in place of ours that are not offered, without our arguments."""
+    """Name Hermes' tools in place of ours that are not offered, without our arguments but for those they share."""
     names = {spec.name.removeprefix("rl_"): spec.name for spec in hermes_tools} | {
         "get_config": "rl_get_current_config"
     }
     pattern = "|".join(name for name in names if name not in offered)
-    return re.sub(rf"\b({pattern})\b(\([^()]*\))?", lambda found: names[found[1]], text) if pattern else text
+
+    def named(found: re.Match[str]) -> str:
+        shared = found[2] if (found[2] or "").startswith("(models=") else ""
+        return names[found[1]] + shared
+
+    return re.sub(rf"\b({pattern})\b(\([^()]*\))?", named, text) if pattern else text
 
 
 async def _json_result(result: Awaitable[dict[str, Any]]) -> CallToolResult:

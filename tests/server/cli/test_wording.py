@@ -18,7 +18,7 @@ from toprope.text_format import call
 ARGUMENTS = {
     "run_id": "sort-1", "run_ids": ["sort-1", "sort-2"], "component": "trainer", "lines": 20, "steps": 40,
     "seconds": 60, "order": "best", "task": "a b", "part": "exact", "failed": True, "name": "sort_letters",
-    "full": True, "form": "gguf", "hub": "me/model", "detail": "detailed", "cursor": "best:1/2",
+    "knobs": {"level": 3}, "full": True, "form": "gguf", "hub": "me/model", "detail": "detailed", "cursor": "best:1/2",
     "what": "textarena", "sources": ["sort-1"], "tasks": "inspect_evals/gsm8k", "limit": 7,
 }  # fmt: skip
 CLI = typer.main.get_command(build())
@@ -50,6 +50,8 @@ def test_steps_become_commands_that_the_program_takes(tool):
     for name, value in given.items():
         if isinstance(command.options.get(name), dict):
             value = True
+        if isinstance(value, dict):
+            value = [f"{key}={part}" for key, part in value.items()]
         assert value in found.values() or [value] in found.values() or str(value) in map(str, found.values()), name
     schema = next((spec.build().parameters["properties"] for spec in ALL_TOOLS if spec.name == tool), None)
     assert schema is None or set(given) <= set(schema)

@@ -73,7 +73,7 @@ def test_missing_knobs_are_named_with_their_types_and_given_to_every_tool(shop):
     with pytest.raises(InvalidValue) as refused:
         do(select_environment, shop, name="needy")
     assert "It needs the knob word (str: the word to say)" in refused.value.message
-    assert 'select_environment(name="needy", knobs={' in refused.value.hint
+    assert 'check_environment(name="needy", knobs={' in refused.value.hint
     with pytest.raises(InvalidValue, match=r"voice \(str \| null: a voice\)\. Voices here: low, high\."):
         do(describe_environment, shop, name="needy", knobs={"word": "yes"})
     knobs = {"word": "yes", "voice": "low"}

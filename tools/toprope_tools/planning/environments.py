@@ -15,6 +15,7 @@ from toprope.errors import InvalidValue, NotFound
 from toprope.records.worker_messages import Card
 from toprope.settings.fields import KNOBS, Field, knob_fields
 from toprope.settings.presets import Preset, list_presets, load_preset
+from toprope.settings.schema import EMBEDDED
 from toprope.text_format import brief_duration, call, clip, cut, duration, number, percent, plural, value
 from toprope.untrusted import marked, named
 from toprope.workbench.catalog.catalog import Description, Entry, Example
@@ -126,15 +127,16 @@ async def describe_environment(
             f"{percent(tested.all_right_share)} all right ({tested.run_id})."
         )
     lines += [f"Remark: {marked(remark, 300)}" for remark in described.remarks]
-    presets, unfit = await to_thread.run_sync(_presets, workshop, entry.name, sample, tested)
+    presets, unfit, tuned = await to_thread.run_sync(_presets, workshop, entry.name, sample, tested)
     lines.append(
         "Presets: " + "; ".join(f"{preset} ({clip(description, 120)})" for preset, description in presets.items())
     )
     preset = workshop.settings().preset
-    if preset in unfit and SFT_PRESET in presets and SFT_PRESET not in unfit:
-        preset = SFT_PRESET
+    if preset in unfit:
+        preset = next((name for name in (*tuned, SFT_PRESET) if name in presets and name not in unfit), "")
+    chosen = {"preset": preset} if preset else {}
     knob_argument = {"knobs": knobs} if knobs else {}
-    lines.append(f"Next: {call('select_environment', name=entry.name, preset=preset, **knob_argument)}")
+    lines.append(f"Next: {call('select_environment', name=entry.name, **chosen, **knob_argument)}")
     data = answers.Description(
         name=entry.name,
         max_turns=card.max_turns,
@@ -265,9 +267,10 @@ def _load_preset(workshop: Workshop, preset: str | None) -> Preset:
 
 def _presets(
     workshop: Workshop, environment: str, tasks: TaskSample, tested: Baseline | None
-) -> tuple[dict[str, str], set[str]]:
-    """Return presets with their descriptions or what speaks against them, and the names of those that are no use."""
-    descriptions, unfit = {}, set()
+) -> tuple[dict[str, str], set[str], list[str]]:
+    """Return presets with their descriptions or what speaks against them, the names of those that are no use, and of
+    those with values for this environment."""
+    descriptions, unfit, tuned = {}, set(), []
     for name in list_presets(workshop.home.preset_folders):
         try:
             preset = load_preset(name, workshop.home.preset_folders)
@@ -279,12 +282,14 @@ def _presets(
             descriptions[name] = f"cannot be used: {problem.message}"
             unfit.add(name)
             continue
-        tuned = " Has values for this environment." if environment in preset.environments else ""
-        descriptions[name] = f"{preset.description}{tuned}".strip()
+        if environment in preset.environments:  # small policies first: they run anywhere
+            tuned.insert(0 if preset.config(environment).policy.model in EMBEDDED else len(tuned), name)
+        about = " Has values for this environment." if environment in preset.environments else ""
+        descriptions[name] = f"{preset.description}{about}".strip()
         if reasons:
             descriptions[name] = f"does not fit: {reasons[0].what}"
             unfit.add(name)
-    return descriptions, unfit
+    return descriptions, unfit, tuned
 
 
 def _facts(item: answers.EnvironmentItem) -> str:

@@ -98,6 +98,8 @@ def memory_lines(
     """
     if config.is_hosted:
         return ["Memory: the service holds the policy; this machine needs none for it."]
+    if config.launcher.kind != "local":
+        return [f"Memory: unknown, because the run is a job ({config.launcher.kind}) and not on this machine."]
     fit = fit_here(config, variables, gpus=gpus, allowed=allowed, prompt=prompt)
     if isinstance(fit, str):
         return [f"Memory: unknown, because {fit}."]

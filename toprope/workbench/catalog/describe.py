@@ -324,8 +324,8 @@ def failed(entry: Entry, failure: WorkerFailure, walls: Walls) -> EnvironmentFai
 def _error_of(entry: Entry, failure: WorkerFailure, walls: Walls) -> EnvironmentFailed | InvalidValue:
     if isinstance(failure, WorkerError):
         if failure.kind == "invalid":
-            hint = "Its settings are given as knobs: select_environment, describe_environment and check_environment "
-            hint += f"take {call('select_environment', name=entry.name, knobs={'NAME': 'VALUE'})}."
+            trying = call("check_environment", name=entry.name, knobs={"NAME": "VALUE"})
+            hint = f"Its settings are given as knobs, as in {trying}."
             if _is_unreached(failure.message):
                 hint = f"{_cure(entry, failure, walls)} {hint}"
             return InvalidValue(f"{entry.name}: {marked(failure.message, _LONGEST)}", hint=hint)

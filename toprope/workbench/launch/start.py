@@ -164,13 +164,19 @@ class RunStarter:
                     raise ComponentFailed(
                         f"{error.message} The run {specification.run_id} is recorded as failed; nothing is "
                         f"running.{others}",
-                        hint=call("read_logs", run_id=specification.run_id, component="keeper"),
+                        hint=error.hint or self._how_to_find_out(specification),
                     ) from error
                 except BaseException:
                     self._give_up(specifications[place:], begun, request)
                     raise
                 begun.append(specification.run_id)
         return Started(list(specifications))
+
+    def _how_to_find_out(self, specification: Specification) -> str:
+        launcher = specification.config.launcher
+        if launcher.kind == "local" or self._runs.folder(specification.run_id).log("keeper").exists():
+            return call("read_logs", run_id=specification.run_id, component="keeper")
+        return f"The owner tries it with: toprope doctor --cluster {launcher.cluster or 'NAME'}."
 
     def _with_engine(self, specification: Specification) -> Specification:
         """Take the interpreter that the engine has now: that of the run it was frozen from may be gone."""

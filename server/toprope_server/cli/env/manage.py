@@ -84,7 +84,8 @@ def add(
         entries = environments_of(workshop, outcome)
         typer.echo(describe_outcome(outcome, entries))
         if usable := next((entry.name for entry in entries if entry.usable), ""):
-            typer.echo(f"Next: toprope env try {usable}")
+            columns = " -k prompt=COLUMN -k reference=COLUMN" if what.startswith("hf:") else ""
+            typer.echo(f"Next: toprope env try {usable}{columns}")
 
 
 def list_environments(
