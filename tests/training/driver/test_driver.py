@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tests.support.rollout_stand_ins import SAMPLING
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import Group, Outcome
-from toprope.records.messages import Checked, Making
+from toprope.records.messages import Checked, Evaluate, Evaluated, Making, Ready, Stop
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.kinds import KINDS
 from toprope.records.run.specification import EnvironmentSource
@@ -107,6 +108,35 @@ def test_worker_gets_named_keys_and_scores_first_task(member: Member, monkeypatc
     [checked] = [report for report in member.reports if isinstance(report, Checked)]
     assert checked.detail["tasks"] == {"train": 1, "validation": 2, "heldout": 3}
     assert checked.detail["reference_outcome"]["success"] is True
+
+
+def test_training_on_demonstrations_begins_after_the_first_evaluation(member: Member, monkeypatch) -> None:
+    """Else inference takes the trainer's weights amid the evaluation of the policy that it begins with."""
+    member.spec.run_kind, member.spec.ask = KINDS["sft"], None
+    member.spec.config.evaluation.every_steps = 0
+
+    async def nothing(self: Driver) -> None:
+        pass
+
+    async def evaluate(self: Driver, environments: Any, evaluator: Any, label: str) -> None:
+        member.report(Evaluated(label, {}))
+
+    async def collect(self: Driver) -> Path:
+        return Path("traces.jsonl")
+
+    async def connect(self: Driver) -> Any:
+        return SimpleNamespace(close=lambda: nothing(self))
+
+    async def orders() -> AsyncIterator[Any]:
+        yield Evaluate("after")
+        yield Stop()
+
+    member.orders = orders  # type: ignore[attr-defined]
+    stubs = {"start_environments": nothing, "check_environments": nothing, "evaluate": evaluate}
+    for name, stub in {**stubs, "_collect_demonstrations": collect, "_connect_policy": connect}.items():
+        monkeypatch.setattr(Driver, name, stub)
+    asyncio.run(Driver(member).run())  # type: ignore[arg-type]
+    assert member.reports == [Evaluated("before", {}), Ready("traces.jsonl"), Evaluated("after", {})]
 
 
 def test_an_empty_split_is_refused_if_it_is_evaluated(member: Member) -> None:

@@ -94,8 +94,9 @@ class Driver:
         try:
             await self.start_environments()
             await self.check_environments()
+            demonstrations: Path | None = None
             if self._spec.run_kind.demonstrates:
-                self._member.report(Ready(str(await self._collect_demonstrations())))
+                demonstrations = await self._collect_demonstrations()
             elif self._has_custom_trainer and self._is_first:
                 self._member.report(Ready(str(await write_environment_report(self._member.folder, self._hosts))))
             else:
@@ -108,8 +109,8 @@ class Driver:
             evaluator = self._create_evaluator(environments)
             if self._spec.test is not None:
                 await self.test(self._spec.test, environments, evaluator)
-            elif self._spec.run_kind.demonstrates:
-                await self._fine_tune(environments, evaluator)
+            elif demonstrations is not None:
+                await self._fine_tune(environments, evaluator, demonstrations)
             else:
                 await self._train(environments, evaluator)
         finally:
@@ -227,9 +228,11 @@ class Driver:
     def _purse(self) -> Purse:
         return purse_of(self._member.folder, self._spec.limits, "" if self._member.number == 1 else self._member.name)
 
-    async def _fine_tune(self, environments: EnvironmentSet, evaluator: Evaluator) -> None:
-        """Evaluates before, during and after the trainer's fine-tuning."""
+    async def _fine_tune(self, environments: EnvironmentSet, evaluator: Evaluator, demonstrations: Path) -> None:
+        """Evaluates before, during and after the trainer's fine-tuning on a file of demonstrations."""
         await self._evaluate_before(environments, evaluator)
+        # The trainer begins once it has the file, and inference would take its weights amid the evaluation.
+        self._member.report(Ready(str(demonstrations)))
         periodic: asyncio.Task[None] | None = None
         if every := self._config.evaluation.every_steps:
             tasks = environments.count("validation", self._config.evaluation.validation_tasks)
