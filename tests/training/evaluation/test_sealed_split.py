@@ -154,6 +154,36 @@ def test_worker_death_in_heldout_task_hides_its_output(tmp_path):
     assert "canary" not in str(failed.value)
 
 
+def test_failed_evaluation_leaves_no_heldout_task_in_the_log(tmp_path, monkeypatch):
+    """One group fails while others go on: they end with it, and what they print stays sealed."""
+    monkeypatch.setitem(globals(), "CHATTY", CHATTY.replace("% 5 == 0", "< 0"))
+
+    async def work(
+        evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
+    ) -> None:
+        policy: Any = environments.samplers["only"]._policy
+        answer, asked, answered = policy.chat, 0, 0
+
+        async def chat(messages: Any, sampling: Any, *, n: int = 1, session: str = "") -> Any:
+            nonlocal asked, answered
+            asked += 1
+            if asked == 3:
+                raise ComponentFailed("inference is gone")
+            await asyncio.sleep(0.2)
+            answered += 1
+            return await answer(messages, sampling, n=n, session=session)
+
+        policy.chat = chat
+        with pytest.raises(ComponentFailed, match="inference is gone"):
+            await evaluator.evaluate_heldout("after", 30, 0, greedy=False)
+        await asyncio.sleep(0.5)
+        assert asked <= 4 and not answered
+        await link.call("score", split="heldout", index=1, answer="1")
+
+    _, heard = play(tmp_path, "1", work)
+    assert b"canary" not in heard.data
+
+
 def test_worker_output_is_logged_after_seal(tmp_path):
     async def work(
         evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet

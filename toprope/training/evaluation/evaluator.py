@@ -24,7 +24,7 @@ from toprope.records.journal.groups import Outcome, comparisons
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.metrics import last_row
-from toprope.sdk.errors import WorkerError, WorkerFailure
+from toprope.sdk.errors import WorkerError, WorkerFailure, first_of
 from toprope.text_format import said
 from toprope.training.inference.client import PromptTooLong, Sampling
 from toprope.training.rollouts.environment_set import EnvironmentSet
@@ -198,10 +198,13 @@ class Evaluator:
 
         try:
             async with self._environments.sealed() if split == SEALED else nullcontext():
-                return await asyncio.gather(*(sample(index) for index in range(tasks)))
-        except WorkerFailure as failure:
-            if split != SEALED:
-                raise
+                async with asyncio.TaskGroup() as group:
+                    sampling_tasks = [group.create_task(sample(index)) for index in range(tasks)]
+            return [task.result() for task in sampling_tasks]
+        except (WorkerFailure, BaseExceptionGroup) as error:
+            failure = first_of(error)
+            if split != SEALED or not isinstance(failure, WorkerFailure):
+                raise failure from failure.__cause__
             # The worker's last lines may quote the task that it died of.
             raise ComponentFailed(
                 f"The worker of {failure.environment or 'the environment'} failed during held-out tasks "

@@ -113,16 +113,15 @@ class RestartingWorker:
     async def sealed(self) -> AsyncIterator[None]:
         """Drops everything that the worker prints meanwhile, also after a restart.
 
-        Held-out tasks are sampled only within it.
+        Held-out tasks are sampled only within it. After an error the seal stays: it ends the run, and the worker may
+        still be at work on such tasks.
         """
         worker = await self.current()
         self.is_sealed = True
         worker.seal()
-        try:
-            yield
-        finally:
-            self.is_sealed = False
-            await self._worker.unseal()
+        yield
+        self.is_sealed = False
+        await self._worker.unseal()
 
     async def close(self) -> None:
         """Ends the worker."""
