@@ -184,6 +184,33 @@ def test_failed_evaluation_leaves_no_heldout_task_in_the_log(tmp_path, monkeypat
     assert b"canary" not in heard.data
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("ValueError: canary", "ValueError (its text is sealed)"),
+        ("cannot grade canary", "an error (its text is sealed)"),
+        ("a reward asked a model: APIError: canary", "an error (its text is sealed)"),
+        ("context is full", "context is full"),
+        (None, None),
+    ],
+)
+def test_errors_of_heldout_tasks_keep_their_kind_alone(tmp_path, error, told):
+    async def work(
+        evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
+    ) -> None:
+        outcomes = [Outcome(0.0, error=error), Outcome(1.0)]
+
+        async def sample(split: str, index: int, size: int, sampling: Any) -> SampledGroup:
+            return SampledGroup(f"t{index}", ask("x"), [""], outcomes[index : index + 1], [[]], 0.1)
+
+        environments.sample = sample  # type: ignore[method-assign]
+        await evaluator.evaluate_heldout("before", 2, 0, greedy=False)
+
+    play(tmp_path, "1", work)
+    measured = read_json(tmp_path / "run" / "evaluations" / "before.json")
+    assert measured["sampled"]["error_kinds"] == ({} if told is None else {told: 1})
+
+
 def test_worker_output_is_logged_after_seal(tmp_path):
     async def work(
         evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet

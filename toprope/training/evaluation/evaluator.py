@@ -28,7 +28,7 @@ from toprope.sdk.errors import WorkerError, WorkerFailure, first_of
 from toprope.text_format import said
 from toprope.training.inference.client import PromptTooLong, Sampling
 from toprope.training.rollouts.environment_set import EnvironmentSet
-from toprope.training.rollouts.group_sampler import SEALED
+from toprope.training.rollouts.group_sampler import SAMPLER_ERRORS, SEALED
 from toprope.training.rollouts.sampled_group import SampledGroup, lower_errors
 from toprope.training.trainer.batch_source import PARSED
 
@@ -183,13 +183,15 @@ class Evaluator:
 
         async def sample(index: int) -> SampledGroup:
             nonlocal done
+            may_quote = split == SEALED
             async with self._limit:
                 try:
                     group = await self._environments.sample(split, index, size, sampling)
                     self._on_group(split, group)
                 except (WorkerError, PromptTooLong) as error:
                     group = failed_group(index, size, str(error), self._environments.environment_of(split, index))
-            if split == SEALED:
+                    may_quote = may_quote and isinstance(error, WorkerError)  # the other tells numbers only
+            if may_quote:
                 group = _without_error_texts(group)
             done += 1
             if done % 20 == 0 or done == tasks:
@@ -329,13 +331,15 @@ def _parse_failures(groups: list[SampledGroup]) -> float | None:
 
 def _without_error_texts(group: SampledGroup) -> SampledGroup:
     """The group with the kinds of its errors only, because errors of an author's code may quote the task."""
-    outcomes = [
-        msgspec.structs.replace(outcome, error=f"{raised[1]} (its text is sealed)")
-        if outcome.error and (raised := _RAISED.match(outcome.error))
-        else outcome
-        for outcome in group.outcomes
-    ]
+    outcomes = [msgspec.structs.replace(outcome, error=_kind_of(outcome.error)) for outcome in group.outcomes]
     return dataclasses.replace(group, outcomes=outcomes)
+
+
+def _kind_of(error: str | None) -> str | None:
+    if not error or error in SAMPLER_ERRORS:
+        return error
+    raised = _RAISED.match(error)
+    return f"{raised[1] if raised else 'an error'} (its text is sealed)"
 
 
 def _versions(groups: list[SampledGroup]) -> list[int]:

@@ -29,6 +29,9 @@ from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 SEALED = "heldout"
 """The split whose texts nobody may see."""
 _TRAIN = "train"
+_FULL, _UNFINISHED = "context is full", "unfinished"
+SAMPLER_ERRORS = frozenset({_FULL, _UNFINISHED})
+"""Errors of rollouts that the sampler itself tells, in words that quote no task."""
 
 Policy = PolicyClient | EndpointClient
 """The run's own policy, or a model at an endpoint in its place."""
@@ -180,7 +183,7 @@ class GroupSampler:
             task_id=start.task_id,
             messages=start.messages,
             texts=[rollout.text for rollout in rollouts],
-            outcomes=[rollout.outcome or Outcome(0.0, error="unfinished") for rollout in rollouts],
+            outcomes=[rollout.outcome or Outcome(0.0, error=_UNFINISHED) for rollout in rollouts],
             turns=[rollout.turns for rollout in rollouts],
             seconds=time.monotonic() - began,
             transcripts=[rollout.transcript for rollout in rollouts],
@@ -214,7 +217,7 @@ class GroupSampler:
         advanced, outgrown = [], []
         for rollout, answer in zip(rollouts, answers, strict=True):
             if answer is None:
-                rollout.outcome = Outcome(0.0, turns=len(rollout.turns), truncated=True, error="context is full")
+                rollout.outcome = Outcome(0.0, turns=len(rollout.turns), truncated=True, error=_FULL)
                 outgrown.append(rollout.handle)
                 continue
             rollout.turns.append(answer.turn)
