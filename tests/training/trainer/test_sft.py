@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,10 @@ from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.trainer_stand_ins import StandInMember, small_run_config
 from toprope.errors import ComponentFailed, Corrupt, InvalidValue
 from toprope.records.journal.demonstrations import Trace, append_traces, read_traces
-from toprope.records.messages import Checkpointed, Finished, Stepped, Warned
+from toprope.records.messages import Checkpointed, Finished, Renewed, Stepped, Warned
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.sdk.errors import WorkerDied
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.schema import Config
 from toprope.training.demonstrations.from_teacher import DemonstrationCollector, cache_path
@@ -150,12 +152,28 @@ class Add(Environment):
 '''
 
 
+FATAL = """number = int(self.task.prompt.split()[0])
+        if number in (4, 20):
+            import os, time
+            os._exit(3) if number == 4 else time.sleep(60)
+        return self.task.reference
+        """
+
+
 def collected(
-    tmp_path: Path, tasks: int, silent: bool = False, asks: tuple[OpenAiStandIn, str] | None = None, **section: Any
+    tmp_path: Path,
+    tasks: int,
+    silent: bool = False,
+    asks: tuple[OpenAiStandIn, str] | None = None,
+    call_s: float = 30.0,
+    restarts: int = 3,
+    report: Callable[[Any], None] = lambda report: None,
+    **section: Any,
 ) -> list[Trace]:
     file = tmp_path / "add.py"
     file.write_text(ADD.replace("SILENT", str(silent)))
     config = Config()
+    config.launcher.restarts, config.launcher.restart_backoff_s = restarts, 0.01
     for name, value in section.items():
         setattr(config.sft, name, value)
     source = EnvironmentSource(name="add", file=str(file), attribute="Add")
@@ -170,10 +188,10 @@ def collected(
         if asks is not None:
             asked = EndpointClient(Endpoint(base_url=asks[0].url, model=asks[1], key="API_KEY"), KEY, None)
         [(plan, source)] = environment_plans(spec)
-        host = await EnvironmentHost.start(spec, plan, source, lambda report: None)
+        host = await EnvironmentHost.start(spec, plan, source, report)
         cache = cache_path(spec, host)
         assert cache.parent == tmp_path / "home" / "traces"
-        collector = DemonstrationCollector(host.worker, spec, cache, asked, lambda *said: told.append(said), 30.0)
+        collector = DemonstrationCollector(host.worker, spec, cache, asked, lambda *said: told.append(said), call_s)
         try:
             found = await collector.collect(tasks)
         finally:
@@ -203,6 +221,24 @@ def test_solved_tasks_are_kept_and_cached(tmp_path: Path):
 def test_teacher_without_solutions_is_an_error(tmp_path: Path):
     with pytest.raises(ComponentFailed, match="solved none"):
         collected(tmp_path, 5, silent=True)
+
+
+def test_task_that_ends_the_worker_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One task crashes the worker, one hangs in it, beside six others; no task is tried twice at that cost."""
+    fatal = ADD.replace("if SILENT:", FATAL + "if SILENT:")
+    monkeypatch.setitem(globals(), "ADD", fatal)
+    reports: list[Any] = []
+    found = collected(tmp_path, 24, call_s=2.0, report=reports.append)
+    assert len({trace.task_id for trace in found}) == 22 and len(found) == 44
+    assert [report.number for report in reports if isinstance(report, Renewed)] == [1, 2]
+
+
+def test_worker_that_always_ends_ends_the_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(
+        globals(), "ADD", ADD.replace("if SILENT:", "import os\n        os._exit(3)\n        if SILENT:")
+    )
+    with pytest.raises(WorkerDied, match="started again once within 3600 s"):
+        collected(tmp_path, 12, restarts=1)
 
 
 @pytest.fixture

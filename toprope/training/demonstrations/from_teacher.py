@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from toprope.atomic import replacing
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.journal.demonstrations import Trace, append_traces, read_traces
 from toprope.records.run.specification import Specification
-from toprope.sdk.errors import WorkerError, WorkerFailure, first_of
+from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout, first_of
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, Unanswered
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.mixture_weights import MixtureEntry, mixture_shares
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker, was_killed
 
 _TASKS_AT_ONCE = 8
 _FLUSH_EVERY = 32
@@ -127,12 +128,13 @@ class DemonstrationCollector:
         async def collect_task(index: int) -> None:
             nonlocal done
             async with limit:
-                for variant in range(self._section.traces_per_task):
-                    trace, is_new = await self._try_to_solve(index, variant, known)
-                    if trace is not None:
-                        traces_by_task[index].append(trace)
-                        if is_new:
-                            fresh.append(trace)
+                with suppress(WorkerError):  # a task that ended the worker is given up
+                    for variant in range(self._section.traces_per_task):
+                        trace, is_new = await self._try_to_solve(index, variant, known)
+                        if trace is not None:
+                            traces_by_task[index].append(trace)
+                            if is_new:
+                                fresh.append(trace)
             done += 1
             self._count_task(bool(traces_by_task[index]))
             self._progress("collecting demonstrations", done, tasks)
@@ -171,11 +173,19 @@ class DemonstrationCollector:
     async def _try_to_solve(
         self, index: int, variant: int, known: dict[tuple[str, int], Trace]
     ) -> tuple[Trace | None, bool]:
-        """A demonstration of a task, and whether it is new; None if no attempt succeeded."""
+        """A demonstration of a task, and whether it is new; None if no attempt succeeded.
+
+        Raises:
+            WorkerError: The worker ended over the task.
+        """
         for attempt in range(self._section.attempts):
             try:
                 trace = await self._sample(index, variant, known, 1000 * attempt + variant)
-            except (WorkerError, Unanswered):
+            except WorkerError as error:
+                if error.kind == "ended":
+                    raise
+                continue
+            except Unanswered:
                 continue
             if trace is not None:
                 return trace, (trace.task_id, variant) not in known
@@ -184,7 +194,26 @@ class DemonstrationCollector:
         return None, False
 
     async def _sample(self, index: int, variant: int, known: dict[tuple[str, int], Trace], draw: int) -> Trace | None:
-        worker = await self._worker.current()
+        """An attempt, which begins anew if the worker ended over another task.
+
+        Raises:
+            WorkerError: The environment raised, or the worker ended over this very task.
+            WorkerFailure: The worker ended and its restarts are used up.
+        """
+        while True:
+            worker = await self._worker.current()
+            try:
+                trace = await self._sample_once(worker, index, variant, known, draw)
+                self._worker.count_group()
+                return trace
+            except (WorkerDied, WorkerTimeout) as error:
+                await self._worker.replace(worker, error)
+                if error.at_work and not was_killed(error):
+                    raise WorkerError("ended", type(error).__name__, str(error)) from error
+
+    async def _sample_once(
+        self, worker: EnvironmentWorker, index: int, variant: int, known: dict[tuple[str, int], Trace], draw: int
+    ) -> Trace | None:
         start = await worker.begin("train", index, 1, timeout=self._timeout)
         [handle], messages = start.rollouts, list(start.messages)
         cached = known.get((start.task_id, variant))
@@ -217,7 +246,8 @@ class DemonstrationCollector:
                 )
         finally:
             if is_open and worker.alive:
-                await worker.discard([handle], timeout=self._timeout)
+                with suppress(WorkerFailure):  # the worker may be going; the first error counts
+                    await worker.discard([handle], timeout=self._timeout)
 
     async def _request_answer(
         self, worker: EnvironmentWorker, handle: int, messages: list[dict[str, Any]], draw: int

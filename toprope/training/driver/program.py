@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +37,7 @@ from toprope.records.run.specification import EnvironmentSource, TestPlan
 from toprope.records.run.tested_models import ENDPOINT_KEY, write_models
 from toprope.records.run.usage import purse_of
 from toprope.records.trained_tasks import TrainedTasks
-from toprope.sdk.errors import WorkerDied, WorkerFailure, first_of
+from toprope.sdk.errors import WorkerFailure, first_of
 from toprope.settings.sections.environment import MemberPlan
 from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.component.member import CrewMember, send_heartbeats
@@ -62,6 +61,7 @@ from toprope.training.rollouts.environment_host import (
 from toprope.training.rollouts.environment_set import EnvironmentSet, checks_summary, evaluator_digests
 from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.task_sampler import TaskSampler
+from toprope.training.rollouts.workers.restarting_worker import was_killed
 
 
 class Driver:
@@ -433,8 +433,7 @@ def main() -> int:
         elif isinstance(cause, WorkerFailure):
             hint = "read_logs(component='environment') has what the environment printed."
             # A worker that somebody else killed before restarts were possible: starting again may help.
-            killed = isinstance(cause, WorkerDied) and cause.code == -signal.SIGKILL
-            member.report(Failed(str(cause), hint, killed))
+            member.report(Failed(str(cause), hint, was_killed(cause)))
         else:
             raise
         return 1

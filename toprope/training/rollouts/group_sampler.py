@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from toprope.training.judges.judging import Judges
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.sampled_group import SampledGroup, excerpt
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker, was_killed
 
 SEALED = "heldout"
 """The split whose texts nobody may see."""
@@ -132,7 +131,7 @@ class GroupSampler:
                 return group if self.judges is None else await self.judges.judge(group, task.split, weights)
             except (WorkerDied, WorkerTimeout) as error:
                 await self.worker.replace(worker, error)
-                killed = isinstance(error, WorkerDied) and error.code == -signal.SIGKILL  # by the system or a person
+                killed = was_killed(error)
                 deaths += not killed
                 if (error.at_work and not killed) or deaths > self.deaths_allowed:
                     raise WorkerError("ended", type(error).__name__, str(error)) from error

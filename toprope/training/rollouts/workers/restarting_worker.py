@@ -8,6 +8,7 @@ samples again; only the task that was at work when the worker ended is given up.
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -132,6 +133,11 @@ class RestartingWorker:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
+
+
+def was_killed(error: WorkerFailure) -> bool:
+    """True if the system or a person killed the worker, so that no task is at fault."""
+    return isinstance(error, WorkerDied) and error.code == -signal.SIGKILL
 
 
 def _used_up(end: WorkerFailure, restarts: int, window_s: float) -> WorkerFailure:
