@@ -24,7 +24,12 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.sdk.errors import WorkerDied
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.schema import Config
-from toprope.training.demonstrations.from_teacher import DemonstrationCollector, cache_path
+from toprope.training.demonstrations.from_teacher import (
+    DemonstrationCollector,
+    cache_path,
+    write_teacher_demonstrations,
+)
+from toprope.training.judges.judging import JUDGED_SUCCESS
 from toprope.training.policy.tiny_model import RECIPES, make_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed
 from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans
@@ -239,6 +244,13 @@ def test_worker_that_always_ends_ends_the_collection(tmp_path: Path, monkeypatch
     )
     with pytest.raises(WorkerDied, match="started again once within 3600 s"):
         collected(tmp_path, 12, restarts=1)
+
+
+def test_teacher_is_refused_where_judges_decide_on_success(tmp_path: Path):
+    spec: Any = SimpleNamespace(config=Config())
+    host: Any = SimpleNamespace(card=SimpleNamespace(tags=["dataset", JUDGED_SUCCESS]), subject="The environment")
+    with pytest.raises(InvalidValue, match="no right answers, .* judges decide on success"):
+        asyncio.run(write_teacher_demonstrations([host], spec, tmp_path / "traces.jsonl", None, lambda *told: None))
 
 
 @pytest.fixture

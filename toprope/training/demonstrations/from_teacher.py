@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from toprope.atomic import replacing
-from toprope.errors import ComponentFailed, TopropeError
+from toprope.errors import ComponentFailed, InvalidValue, TopropeError
 from toprope.records.journal.demonstrations import Trace, append_traces, read_traces
 from toprope.records.run.specification import Specification
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout, first_of
 from toprope.training.inference.client import Sampling
+from toprope.training.judges.judging import JUDGED_SUCCESS
 from toprope.training.rollouts.endpoint_client import EndpointClient, Unanswered
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.mixture_weights import MixtureEntry, mixture_shares
@@ -49,8 +50,17 @@ async def write_teacher_demonstrations(
         teacher: A model at an endpoint; None: the environments' own solvers.
         progress: Called with what is done, and how many of how many tasks are.
 
-    Raises: see `DemonstrationCollector.collect`.
+    Raises:
+        InvalidValue: Judges decide on success in one of them, and no demonstration would count as right.
+        TopropeError, toprope.sdk.errors.WorkerFailure: See `DemonstrationCollector.collect`.
     """
+    for host in hosts:
+        if JUDGED_SUCCESS in host.card.tags:
+            raise InvalidValue(
+                f"{host.subject} has no right answers, so no answer of a teacher would be kept: judges decide on "
+                "success in it, and demonstrations are not judged.",
+                hint="Train with algorithm.name grpo, or on a data set (sft.dataset; build_dataset makes one).",
+            )
     tasks = specification.config.sft.tasks
     shares = mixture_shares([MixtureEntry(host.label, host.plan.weight, host.plan.min_share) for host in hosts])
     traces: list[Trace] = []
