@@ -108,7 +108,7 @@ def test_names_keys_and_answers_that_do_not_serve(home):
     ):
         with pytest.raises(error, match=said):
             Rewriter(name, home=home)
-    for name, said in (("mute", "without a text"), ("forbidden", "refuses")):
+    for name, said in (("mute", "cut off"), ("forbidden", "refuses")):
         with Rewriter(name, home=home) as rewrite, pytest.raises(ComponentFailed, match=said) as refused:
             asyncio.run(rewrite("x"))
         assert "secret" not in str(refused.value)

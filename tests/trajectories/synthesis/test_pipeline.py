@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.trajectories.synthesis.conftest import items, texts
 from toprope.errors import EnvironmentFailed, InvalidValue, LockedField
+from toprope.records.purse import Purse
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.wall import network_refusal
+from toprope.settings.endpoints import Endpoint
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, worker
 from toprope.trajectories.datasets.dataset import read_items
@@ -30,6 +33,7 @@ from toprope.trajectories.synthesis.model_steps import (
 from toprope.trajectories.synthesis.near_duplicates import split_dataset
 from toprope.trajectories.synthesis.pipeline import Round, SynthesisConfig, SynthesisPipeline, TryAgain
 from toprope.trajectories.synthesis.recipe import parse_recipe
+from toprope.trajectories.synthesis.teacher import EndpointTeacher
 
 SUMS = {"a": [1, 2, 3, 4, 5], "b": [{"b": "6", "sum": "x"}, {"b": "7", "sum": "y"}]}
 
@@ -287,6 +291,30 @@ def test_teacher_is_retried_and_unanswered_items_dropped(monkeypatch):
     written.add_step(TeacherQuestions(Teacher()))
     found = asyncio.run(written.run(seeds[:5])).items
     assert len(found) == 30 and found[5].state.startswith("as ") and found[5].metadata["origin"] == "teacher"
+
+
+def test_answers_of_a_teacher_that_were_cut_off_are_not_kept(tmp_path):
+    server = OpenAiStandIn(lambda question: "First, we add")
+    server.cut = lambda question: question == "long"
+
+    async def work():
+        endpoint = Endpoint(base_url=server.url, model="right")
+        teacher = EndpointTeacher(endpoint, None, 0.0, 5, Purse(tmp_path / "spending", None))
+        made = SynthesisPipeline(SynthesisConfig(target_size=2, retries=0, dedup_threshold=None))
+        try:
+            with pytest.raises(TryAgain, match=r"cut off \(max_new_tokens is 5\)"):
+                await teacher.ask([{"role": "user", "content": "long"}])
+            return await made.add_step(TeacherAnswers(teacher)).run(
+                [TrajectoryItem("long", "", 0.0), TrajectoryItem("short", "", 0.0)]
+            )
+        finally:
+            await teacher.close()
+
+    try:
+        result = asyncio.run(work())
+    finally:
+        server.close()
+    assert [item.state for item in result.items] == ["short"] and result.filtered == {"unanswered": 1}
 
 
 OWN = """

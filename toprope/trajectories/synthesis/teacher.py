@@ -46,13 +46,16 @@ class EndpointTeacher:
         """Return the model's answer.
 
         Raises:
-            TryAgain: This question was not answered.
+            TryAgain: This question was not answered, or the answer was cut off.
             toprope.training.rollouts.endpoint_client.ModelFailed: No question can be answered.
         """
         try:
-            return (await self._client.chat(messages, self._sampling))[0].text
+            [answer] = await self._client.chat(messages, self._sampling)
         except Unanswered as error:
             raise TryAgain(str(error)) from None
+        if answer.truncated:
+            raise TryAgain(f"The answer was cut off (max_new_tokens is {self._sampling.max_new_tokens}).")
+        return answer.text
 
     async def close(self) -> None:
         await self._client.close()
