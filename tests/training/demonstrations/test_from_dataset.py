@@ -146,6 +146,17 @@ def test_a_swapped_item_is_known_as_trained_on_its_question(tmp_path: Path):
     assert trace.verdict["first_prompt"] == Task("1 + 1?").id
 
 
+@pytest.mark.parametrize("splits", [("dev", "fit"), ("fit",), ("items", "zeta")])
+def test_data_set_without_split_to_train_on_is_refused(tmp_path: Path, splits: tuple[str, ...]):
+    store = DatasetStore(tmp_path / "datasets")
+    with store.making("best") as aside:
+        for split in splits:
+            (aside / f"{split}.jsonl").write_text("{}\n")
+        store.keep("best", aside, {f"{split}.jsonl": 1 for split in splits}, lineage={}, counts={})
+    with pytest.raises(InvalidValue, match=f"best@v1 has no split 'train' .*: {', '.join(splits)}"):
+        frozen(tmp_path)
+
+
 def test_items_of_the_only_task_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     only = ADD.replace("self, split", "self").replace('range(20) if split == "train" else range(100, 106)', "range(1)")
     monkeypatch.setitem(globals(), "ADD", only)

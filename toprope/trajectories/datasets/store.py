@@ -90,8 +90,19 @@ class Version:
         return [self.path / name for name in sorted(self.record.files, key=lambda name: (name != "train.jsonl", name))]
 
     def training_file(self) -> Path:
-        """The file to train on: that of the split `train` if there are splits."""
-        return self.files[0]
+        """The file to train on: that of the split `train` if there are splits.
+
+        Raises:
+            InvalidValue: There are splits, and no `train` among them.
+        """
+        file = self.files[0]
+        if file.name != "train.jsonl" and list(self.record.files) != ["items.jsonl"]:
+            raise InvalidValue(
+                f"{self.name} has no split 'train' to train on; its splits: "
+                f"{', '.join(path.stem for path in self.files)}.",
+                hint="Build a version whose recipe calls the split to train on 'train', or one without splits.",
+            )
+        return file
 
     def require_sound(self) -> None:
         """Verify the digest of every file.

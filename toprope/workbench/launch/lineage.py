@@ -155,6 +155,7 @@ def with_dataset(specification: Specification, datasets: Path) -> Specification:
 
     Raises:
         NotFound: There is no such data set or version.
+        InvalidValue: Its splits have no `train`.
         Corrupt: Its files were changed since they were written.
     """
     name = specification.config.sft.dataset
