@@ -16,7 +16,7 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.sdk.orchestration import OrchestratorEnvironment, Toolbox
 from toprope.sdk.orchestration.tools import calculator, think
 from toprope.settings.schema import Config
-from toprope.training.policy.loading import embedded_folder
+from toprope.training.policy.loading import embedded_folder, load_pretrained, load_tokenizer
 from toprope.training.policy.orchestrator import OrchestratorPolicy
 from toprope.training.trainer.optimization import all_finite, make_optimizer
 from toprope.training.trainer.sft import SftRun
@@ -85,6 +85,17 @@ def test_trained_policy_solves_task_as_in_training(run: Path, tmp_path: Path) ->
     checkpoint = next((run / "checkpoints").iterdir())
     third = OrchestratorPolicy.from_checkpoint(checkpoint, device="cpu", temperature=0, system_prompt="none")
     assert solve(again) == solve(third) == solve(policy)
+
+
+def test_answer_ends_where_the_chat_template_closes_turns(untrained: Path) -> None:
+    """Tokenizers of base models name another end, the one of documents."""
+    model, tokenizer = load_pretrained(untrained, "cpu"), load_tokenizer(untrained)
+    close, tokenizer.eos_token = tokenizer.eos_token_id, tokenizer.pad_token
+    model.generation_config.eos_token_id = tokenizer.pad_token_id
+    chosen = torch.nn.functional.one_hot(torch.tensor(close), model.config.vocab_size) * 99.0
+    model.lm_head.register_forward_hook(lambda module, given, logits: chosen.expand_as(logits))
+    state = OrchestratorEnvironment(Toolbox(TOOLS)).reset("What is 1 + 1?")
+    assert OrchestratorPolicy(model, tokenizer, max_tokens=8).predict_action(state, TOOLS).tokens == 1
 
 
 def test_untrained_policy_answers_with_an_action(untrained: Path) -> None:

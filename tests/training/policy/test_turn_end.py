@@ -11,10 +11,9 @@ import pytest
 
 from tests.support.trainer_stand_ins import small_config
 from toprope.records.journal.demonstrations import Trace
-from toprope.training.inference.embedded_engine import find_end_ids
 from toprope.training.policy.export import export_policy
 from toprope.training.policy.loading import load_model, load_tokenizer
-from toprope.training.policy.turn_end import declare_turn_end, end_ids_of, turn_end_ids
+from toprope.training.policy.turn_end import declare_turn_end, end_ids_of, find_end_ids, turn_end_ids
 from toprope.training.trainer.demonstration_run import tokenize_traces
 
 CHATML = (

@@ -25,7 +25,7 @@ from toprope.training.inference.engine import Cancelled, Done, Engine, Sample, S
 from toprope.training.inference.growing_cache import RowMoves
 from toprope.training.inference.sampling import TokenSampler
 from toprope.training.policy.short_forward import ShortForward, make_short_forward
-from toprope.training.policy.turn_end import turn_end_ids
+from toprope.training.policy.turn_end import find_end_ids
 from toprope.training.policy.weight_sync import WeightReader, WeightsDiffer
 
 if TYPE_CHECKING:
@@ -392,10 +392,3 @@ def takes_wide_masks(model: Any) -> bool:
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False  # the model does not take such a mask
     return torch.equal(*logits)
-
-
-def find_end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end an answer, by the model's generation settings, its tokenizer and chat template."""
-    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = [*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id]
-    return frozenset(token for token in ids if token is not None) | turn_end_ids(tokenizer)

@@ -29,6 +29,7 @@ from toprope.sdk.orchestration.episode import Action, State, Step
 from toprope.settings.schema import EMBEDDED, PolicySection
 from toprope.training.policy.loading import load_pretrained, load_tokenizer, place
 from toprope.training.policy.quantization import quantization_config
+from toprope.training.policy.turn_end import find_end_ids
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,7 @@ class OrchestratorPolicy:
         self.model, self.tokenizer = model, tokenizer
         self.mode, self.system_prompt = mode, system_prompt
         self.max_tokens, self.temperature = max_tokens, temperature
+        self._end_ids = sorted(find_end_ids(model, tokenizer))
         self._meter = Meter()
 
     @classmethod
@@ -169,7 +171,7 @@ class OrchestratorPolicy:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_tokens,
                 pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_id=self.tokenizer.eos_token_id,
+                eos_token_id=self._end_ids,
                 output_scores=True,
                 return_dict_in_generate=True,
                 **sampling,

@@ -41,6 +41,13 @@ def end_ids_of(folder: Path, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for declaration in declarations for token in _ends(declaration)) | turn_end_ids(tokenizer)
 
 
+def find_end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end an answer, by the model's generation settings, its tokenizer and chat template."""
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = [*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id]
+    return frozenset(token for token in ids if token is not None) | turn_end_ids(tokenizer)
+
+
 def declare_turn_end(folder: Path, tokenizer: Any) -> None:
     """Add the token to the ends that a written model declares, so that other programs stop there too."""
     config_file, ids = folder / "generation_config.json", turn_end_ids(tokenizer)

@@ -25,9 +25,9 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 
 from toprope.errors import InvalidValue
 from toprope.training.inference.decode_batch import DecodeBatch, Row
-from toprope.training.inference.embedded_engine import find_end_ids
 from toprope.training.inference.engine import Cancelled, Done, Engine, SamplingRequest
 from toprope.training.inference.sampling import DRAWN, choose_tokens, row_settings, seeded_generator
+from toprope.training.policy.turn_end import find_end_ids
 from toprope.training.policy.weight_sync import WeightReader, WeightsDiffer
 
 if TYPE_CHECKING:
