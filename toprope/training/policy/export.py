@@ -20,6 +20,8 @@ FORMS: tuple[Form, ...] = ("merged", "adapter", "gguf")
 DTYPES = ("as saved", "float32", "bfloat16", "float16")
 
 _ADAPTER = "adapter_config.json"
+_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer with several chat templates, for all but the first."""
 _PROBED = 16
 """Tokens of the verification."""
 _TOLERANCE = 2e-3
@@ -81,6 +83,8 @@ def _copy(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.name != "README.md":  # peft writes an empty card
             shutil.copyfile(path, target / path.name)
+    if (templates := source / _TEMPLATES).is_dir():
+        shutil.copytree(templates, target / _TEMPLATES)
 
 
 def _save_merged(model: Path, target: Path, dtype: str) -> None:
@@ -88,7 +92,8 @@ def _save_merged(model: Path, target: Path, dtype: str) -> None:
 
     from toprope.training.policy.loading import load_pretrained, load_tokenizer
 
-    policy = load_pretrained(model, "cpu", dtype=torch.float32).eval()
+    revision = _base_of(model)[1] if (model / _ADAPTER).is_file() else None
+    policy = load_pretrained(model, "cpu", dtype=torch.float32, revision=revision).eval()
     ids = _probe(policy)
     unmerged_logprobs = _logprobs(policy, ids)
     stored_dtype = getattr(torch, dtype) if dtype != DTYPES[0] else _stored_dtype(model)
@@ -106,22 +111,34 @@ def _save_merged(model: Path, target: Path, dtype: str) -> None:
     load_tokenizer(model).save_pretrained(target)
 
 
-def _merge(model: Path) -> Any:
-    """The base of a folder of adapters with these merged into it, in float32; the base may be such a folder too."""
+def _merge(model: Path, revision: str | None = None) -> Any:
+    """The base of a folder of adapters with these merged into it, in float32; the base may be such a folder too, or an
+    id of the Hub with its revision."""
     import torch
     from peft import PeftModel
 
     from toprope.training.policy.loading import load_pretrained
 
     if not (model / _ADAPTER).is_file():
-        return load_pretrained(model, "cpu", dtype=torch.float32)
-    base = Path(str(json.loads((model / _ADAPTER).read_bytes()).get("base_model_name_or_path") or ""))
-    if not base.is_dir():
+        return load_pretrained(model, "cpu", dtype=torch.float32, revision=revision)
+    return PeftModel.from_pretrained(_merge(*_base_of(model)), str(model)).merge_and_unload().eval()
+
+
+def _base_of(adapters: Path) -> tuple[Path, str | None]:
+    """The folder or Hub id of the model below the adapters of a folder, and its revision.
+
+    Raises:
+        InvalidValue: It was a folder, which is gone.
+    """
+    from toprope.training.policy.loading import base_of_adapters
+
+    base, revision = base_of_adapters(adapters)
+    if Path(base).is_absolute() and not Path(base).is_dir():
         raise InvalidValue(
             f"The adapters belong to the model in {base}, which is no longer there. Nothing was written.",
             hint="Restore that folder, or export form adapter.",
         )
-    return PeftModel.from_pretrained(_merge(base), str(model)).merge_and_unload().eval()
+    return Path(base), revision
 
 
 def _stored_dtype(model: Path) -> Any:
@@ -129,9 +146,10 @@ def _stored_dtype(model: Path) -> Any:
     import torch
     from transformers import AutoConfig
 
+    revision: str | None = None
     while (model / _ADAPTER).is_file():
-        model = Path(str(json.loads((model / _ADAPTER).read_bytes())["base_model_name_or_path"]))
-    return getattr(AutoConfig.from_pretrained(model), "dtype", None) or torch.float32
+        model, revision = _base_of(model)
+    return getattr(AutoConfig.from_pretrained(model, revision=revision), "dtype", None) or torch.float32
 
 
 def _probe(policy: Any) -> Any:

@@ -78,7 +78,7 @@ def place(policy: PolicySection, cache: Path, report: Callable[[Progress], objec
                 hint="It was not changed. Set policy.model to the folder model/ of another checkpoint.",
             )
         if (local / ADAPTERS).is_file():
-            base, revision = _base_of(local)
+            base, revision = base_of_adapters(local)
             if not Path(base).is_dir() and not base.startswith((".", "/", "~")):  # other programs find it in the cache
                 _download(policy.model_copy(update={"model": base, "revision": revision}), report)
         return local.resolve()
@@ -293,7 +293,7 @@ def load_model(
     numbers, source = getattr(torch, dtype), folder
     options: dict[str, Any] = {"dtype": numbers}
     if has_adapters:
-        base, options["revision"] = _base_of(folder)
+        base, options["revision"] = base_of_adapters(folder)
         source = Path(base) if policy.lora else folder
     if (frozen := frozen_weights_config(policy, numbers)) is None:
         model = load_pretrained(source, device if whole else "cpu", **options)
@@ -354,7 +354,7 @@ def _refuse_tied_targets(model: Any, targets: str | list[str]) -> None:
         )
 
 
-def _base_of(folder: Path) -> tuple[str, str | None]:
+def base_of_adapters(folder: Path) -> tuple[str, str | None]:
     """The model below the adapters of a folder, and its revision: a folder, or an id of the Hub."""
     with _explain_failure("adapters", folder):
         adapters = json.loads((folder / ADAPTERS).read_bytes())

@@ -40,8 +40,9 @@ def export_trained(order: PolicyExport, target: Path, tell: Callable[[str, int, 
         raise InvalidValue(f"The checkpoint {checkpoint} cannot be used: {problem}.", hint="Name another step.")
     if not _holds(target, order):
         _write(order, checkpoint, target, tell)
-    outcome = Outcome(items=sum(1 for _ in target.iterdir()), path=str(target), warnings=order.warnings)
-    outcome.bytes = sum(path.stat().st_size for path in target.iterdir())
+    files = _files_in(target)
+    outcome = Outcome(items=len(files), path=str(target), warnings=order.warnings)
+    outcome.bytes = sum(path.stat().st_size for path in files)
     if order.repository:
         tell("uploading", 0, 0)
         outcome.url = upload(target, order.repository, private=order.private, message=order.message)
@@ -81,7 +82,7 @@ def _write(order: PolicyExport, checkpoint: Path, target: Path, tell: Callable[[
             converter=order.converter,
         )
         (aside / "README.md").write_text(order.card, encoding="utf-8")
-        files = {path.relative_to(aside).as_posix(): sha256_of(path) for path in sorted(aside.rglob("*"))}
+        files = {path.relative_to(aside).as_posix(): sha256_of(path) for path in _files_in(aside)}
         write_json(aside / RECORD, {"version": _RECORD_VERSION, **order.origin, "files": files}, indent=1)
         if target.exists():
             target.rmdir()
@@ -89,6 +90,10 @@ def _write(order: PolicyExport, checkpoint: Path, target: Path, tell: Callable[[
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def upload(folder: Path, repository: str, *, private: bool, message: str) -> str:
