@@ -91,8 +91,8 @@ class Started(_Line):
 
 class Measured(BaseModel, frozen=True):
     """The result of a candidate's run. `tasks`, `successes`, `accuracy`, `reward_mean` and `errors` are of the
-    validation split, None if nothing was measured. `steps`: its optimizer steps; `groups`: groups delivered to its
-    whole line."""
+    validation split, None if nothing was measured. `steps`: its optimizer steps; `groups`: training tasks that its
+    whole line used."""
 
     accuracy: float | None = None
     tasks: int | None = None

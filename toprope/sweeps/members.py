@@ -15,6 +15,7 @@ from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification, SweepMember, TestPlan, training_plan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Candidate, Measured, Standing, final_id, member_id
+from toprope.records.used_tasks import read_used_tasks
 from toprope.settings.changes import apply_changes
 from toprope.settings.owner import Home
 from toprope.settings.sections.environment import RUN
@@ -205,6 +206,7 @@ class SweepMembers:
         folder = RunFolder(self.runs.path / status.run_id)
         summary = status.evaluations.get("after") or status.evaluations.get("test") or {}
         specification = Specification.read(folder)
+        used = read_used_tasks(folder, specification.config.launcher.driver_count)
         try:
             row = last_row(folder.metrics) or {}
         except (NotFound, OSError):
@@ -216,6 +218,6 @@ class SweepMembers:
             reward_mean=summary.get("reward_mean"),
             errors=summary.get("errors"),
             steps=int(row.get("step") or 0),
-            groups=specification.first_task + int(status.counts.get("accepted") or 0),
+            groups=max(specification.first_task + int(status.counts.get("accepted") or 0), used.total()),
             state=status.state,
         )

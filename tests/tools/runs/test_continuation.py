@@ -59,6 +59,14 @@ def test_completed_run_goes_on_with_more_steps_and_stays_as_it_is(completed):
         do(resume_training, shop, run_id=folder.run_id, seconds=5)
 
 
+def test_continued_run_begins_after_tasks_whose_groups_were_skipped(completed):
+    shop, _, folder = completed
+    state = {"version": 1, "ended": {"sort_letters": 1900}, "mixer": {}}
+    (folder.path / "mixture.json").write_text(json.dumps(state))
+    made = Specification.read(shop.runs.folder(do(resume_training, shop, run_id=folder.run_id, steps=80).data.run_id))
+    assert (made.first_task, made.first_tasks) == (1900, {"sort_letters": 1900})
+
+
 def test_two_calls_at_once_start_one_successor(completed, monkeypatch):
     """The moment at which both have found that no other run repeats or continues it."""
     shop, launcher, folder = completed

@@ -67,6 +67,7 @@ class Member:
             run_kind=KINDS["train"],
             base_run=None,
             first_task=0,
+            first_tasks={},
             test=None,
             helpers={},
             member=None,

@@ -125,7 +125,9 @@ def test_deterministic_producer_samples_only_wanted_groups(tmp_path: Path) -> No
 
     reports: list[Any] = []
     member = SimpleNamespace(
-        spec=SimpleNamespace(config=config, run_id="run", first_task=0, environment=SimpleNamespace(name="e")),
+        spec=SimpleNamespace(
+            config=config, run_id="run", first_task=0, first_tasks={}, environment=SimpleNamespace(name="e")
+        ),
         attempt=1, life=0, number=1, report=reports.append, hold_async=hold, folder=RunFolder(tmp_path),
     )  # fmt: skip
     demands = [(0, 16), (0, 8), (0, 0), (1, 8), (2, 8), (2, 8), (4, 8)]

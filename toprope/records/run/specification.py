@@ -277,6 +277,8 @@ class Continuation(BaseModel, extra="forbid"):
     run: str
     first_task: int = Field(0, ge=0)
     """Number of training tasks that it and those before it used."""
+    first_tasks: dict[str, int] = {}
+    """That number by environment, as far as it is known."""
 
 
 class Specification(BaseModel, extra="forbid"):
@@ -344,6 +346,11 @@ class Specification(BaseModel, extra="forbid"):
     def first_task(self) -> int:
         """Number of training tasks that earlier runs used; this one starts after them."""
         return self.continues.first_task if self.continues else self.member.first_task if self.member else 0
+
+    @property
+    def first_tasks(self) -> dict[str, int]:
+        """That number by environment, as far as it is known."""
+        return self.continues.first_tasks if self.continues else {}
 
     @classmethod
     def read(cls, folder: RunFolder) -> Specification:

@@ -169,10 +169,9 @@ class GroupProducer:
         # A resumed run and a restarted driver begin with tasks that were not sampled yet, up to a few.
         is_resumed = self._member.attempt > 1 or self._member.life > 0
         # So does a run that continues with another's weights.
-        first = self._spec.first_task
         accepted = (await self._api.counts()).accepted if is_resumed else 0
-        self._numbers = itertools.count(first + accepted)
-        self._tasks.restore(first, accepted)
+        self._numbers = itertools.count(self._spec.first_task + accepted)
+        self._tasks.restore(accepted, is_resumed=is_resumed)
         if is_resumed:
             self._version = resumed_version(self._member.folder)
         try:
@@ -182,6 +181,7 @@ class GroupProducer:
                 await self._sample_concurrently()
         finally:
             self._account.report()
+            self._tasks.save()
 
     async def _sample_concurrently(self) -> None:
         """Samples `rollout.concurrency` groups at a time."""
@@ -234,7 +234,7 @@ class GroupProducer:
         number, account = next(self._numbers), self._account
         account.begin()
         self._update_reward_weights()
-        is_posting, posted, counts = False, False, True
+        is_posting, ended, counts = False, True, True
         try:
             sampler = self._environments.samplers[choice.label]
             sampled = await sampler.sample(choice.task, self._config.rollout.group_size, self._sampling)
@@ -254,7 +254,6 @@ class GroupProducer:
             is_posting = True
             waiting = await self._api.post_group(group)
             account.finish_post()
-            posted = True
             return waiting
         except WorkerError as error:
             return self._count_failure(choice, failure_reason(error), error)
@@ -271,9 +270,10 @@ class GroupProducer:
         except asyncio.CancelledError:
             if not is_posting:  # the API's own account says whether it has a group that was being posted
                 account.give_up(_ENDED)
+                ended = counts = False
             raise
         finally:
-            self._tasks.finish(choice, posted=posted, counts=counts)
+            self._tasks.finish(choice, ended=ended, counts=counts)
 
     def _group_id(self, number: int) -> str:
         member = self._member

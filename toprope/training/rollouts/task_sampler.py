@@ -1,7 +1,7 @@
 """Chooses the next training task: its environment, its number, and its curriculum level.
 
 A restarted driver, and an attempt that continues a run, resume where they were: task numbers are stored in mixture.json
-of the run's folder, levels in curriculum.json.
+of the run's folder (see toprope.records.used_tasks), levels in curriculum.json.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
@@ -24,6 +23,7 @@ from toprope.records.run.curriculum import Curricula, CurriculumState
 from toprope.records.run.folder import read_json
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.metrics import last_row
+from toprope.records.used_tasks import USED_TASKS_VERSION, ended_groups, used_tasks_file
 from toprope.training.component.member import CrewMember
 from toprope.training.rollouts.curriculum import CurriculumProgress, level_variant
 from toprope.training.rollouts.difficulty import DifficultyFilter
@@ -31,7 +31,6 @@ from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
 from toprope.training.rollouts.mixture_weights import MixtureEntry, MixtureScheduler
 
-MIXTURE_VERSION = 1
 _SAVE_EVERY_S = 1.0
 
 
@@ -66,7 +65,7 @@ class TaskSampler:
         self._has_minimum = any(plan.min_share for plan in plans)
         self._begun: Counter[str] = Counter()
         """Tasks begun by this driver; drivers take turns in the numbers of tasks."""
-        self._posted: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
         self._freed = asyncio.Event()
         self._saved_at = self._adjusted_at = float("-inf")
         self._adjusted_step = -1
@@ -85,29 +84,27 @@ class TaskSampler:
         if self.curricula:
             self._save_curricula()
 
-    def restore(self, first: int, accepted: int) -> None:
+    def restore(self, accepted: int, *, is_resumed: bool) -> None:
         """Sets the task numbers to begin with.
 
         Args:
-            first: Number of the run's first task.
             accepted: Groups that earlier attempts and lives posted.
+            is_resumed: True if there were earlier attempts or lives.
         """
-        if not self._is_mixture:
-            self._begun[next(iter(self._hosts))] = (first + accepted) // self._drivers
-            return
-        state: Mapping[str, Any] = {}
-        if accepted:
+        spec, shares = self._member.spec, self._scheduler.shares
+        for label, share in shares.items():
+            first = spec.first_tasks.get(label, spec.first_task * share)
+            self._begun[label] = round(first + accepted * share) // self._drivers
+        if is_resumed:
             try:
-                state = read_json(self._path, MIXTURE_VERSION)
+                state = read_json(self._path, USED_TASKS_VERSION)
+                ended = Counter(ended_groups(state))
                 self._scheduler.restore(state["mixer"])
-                self._begun.update({label: int(state["posted"][label]) for label in self._hosts})
-            except (NotFound, Corrupt, KeyError, TypeError, ValueError):
-                state = {}
-        if not state:
-            shares = self._scheduler.shares
-            begun = {label: first + round(accepted * shares[label]) for label in self._hosts}
-            self._begun.update({label: number // self._drivers for label, number in begun.items()})
-        self._posted.update(self._begun)
+                # A killed driver did not store its last groups; whose they were is known if there is one environment.
+                self._begun = ended if self._is_mixture else self._begun | ended
+            except (NotFound, Corrupt, AttributeError, KeyError, TypeError, ValueError):
+                pass
+        self._ended.update(self._begun)
 
     async def next(self) -> TaskChoice:
         """The next task; waits while every environment has as many groups in progress as it may."""
@@ -136,19 +133,25 @@ class TaskSampler:
         if self._difficulty is not None:
             self._difficulty.add(_key(choice.label, choice.task, task_id), outcomes)
 
-    def finish(self, choice: TaskChoice, *, posted: bool, counts: bool = True) -> None:
-        """Ends a group in progress; `counts` is False if the environment's turn should be given back."""
+    def finish(self, choice: TaskChoice, *, ended: bool, counts: bool = True) -> None:
+        """Ends a group in progress.
+
+        Args:
+            choice: Its task.
+            ended: False if it was cancelled, so that its task may be sampled again.
+            counts: False if the environment's turn should be given back.
+        """
         self._scheduler.finish(choice.label, counts=counts)
         self._freed.set()
-        if posted:
-            self._posted[choice.label] += 1
-        now = time.monotonic()
-        if not (self._deterministic or now - self._saved_at >= _SAVE_EVERY_S):
-            return
-        self._saved_at = now
-        if self._is_mixture:
-            state = {"version": MIXTURE_VERSION, "posted": dict(self._posted), "mixer": self._scheduler.state()}
-            _write_if_room(lambda: write_json(self._path, state))
+        self._ended[choice.label] += ended
+        if self._deterministic or time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
+            self.save()
+
+    def save(self) -> None:
+        """Stores the progress, so that a later life or attempt, or a run that continues this one, goes on behind it."""
+        self._saved_at = time.monotonic()
+        state = {"version": USED_TASKS_VERSION, "ended": dict(self._ended), "mixer": self._scheduler.state()}
+        _write_if_room(lambda: write_json(self._path, state))
         if self._difficulty is not None and self._number == 1:
             _write_if_room(self._difficulty.save)
 
@@ -171,7 +174,7 @@ class TaskSampler:
 
     @property
     def _path(self) -> Path:
-        return self._member.folder.path / ("mixture.json" if self._number == 1 else f"mixture-{self._number}.json")
+        return used_tasks_file(self._member.folder, self._number)
 
     def _adjust_shares(self) -> None:
         """Adjusts the schedule to the shares in the trainer's newest metrics."""

@@ -14,6 +14,7 @@ from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Continuation, Specification
 from toprope.records.run.status import LIVE, RESUMABLE, Status
+from toprope.records.used_tasks import read_used_tasks
 from toprope.settings.changes import apply_changes
 from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
@@ -77,7 +78,7 @@ def freeze_continuation(
         config.optimizer = judged.optimizer = run.config.optimizer
     locks.enforce(judged, all_fields(knobs))
     hold_locks(judged, locks)
-    now = time.time()
+    used, now = read_used_tasks(folder, run.config.launcher.driver_count), time.time()
     return run.model_copy(
         update={
             "run_id": new_run_id(f"more-{run.environment.name.rsplit('/', 1)[-1]}", now),
@@ -88,7 +89,9 @@ def freeze_continuation(
             "beside_preset": {},
             "base_run": run.run_id,
             "continues": Continuation(
-                run=run.run_id, first_task=run.first_task + int(status.counts.get("accepted") or 0)
+                run=run.run_id,
+                first_task=max(run.first_task + int(status.counts.get("accepted") or 0), used.total()),
+                first_tasks=dict(used),
             ),
             "reproduces": None,
             "seed_group": None,
