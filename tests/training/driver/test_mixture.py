@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from toprope_tools.results.report_sections import environment_lines
 
@@ -35,6 +36,7 @@ from toprope.training.rollouts.environment_host import EnvironmentHost, environm
 from toprope.training.rollouts.environment_set import EnvironmentSet, evaluator_digests
 from toprope.training.rollouts.group_sampler import TaskRef
 from toprope.training.rollouts.task_sampler import TaskSampler
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
 from toprope.trajectories.capture.run_reader import RunReader
 
 CODE = '''
@@ -366,7 +368,12 @@ def test_curriculum_advances_on_validation_and_resumes(tmp_path: Path, monkeypat
         api = Api(40)
         first = await produced(member, environments, api)
         member.attempt = 2
-        monkeypatch.setenv(ENV_CHECKPOINT, str(tmp_path / "step-000005"))
+        checkpoint = tmp_path / "step-000050"
+        checkpoint.mkdir()  # of a trainer of one's own, with fewer versions than steps
+        (checkpoint / "state.json").write_bytes(
+            msgspec.json.encode(CheckpointState(50, 50, policy_version=5, train_seconds=0.0))
+        )
+        monkeypatch.setenv(ENV_CHECKPOINT, str(checkpoint))
         back = TaskSampler(member, environments.hosts)  # type: ignore[arg-type]
         member.attempt, member.life = 1, 1
         Curricula(environments={"sums": first.curricula["sums"].record}).write(member.folder)

@@ -30,6 +30,7 @@ from toprope.training.rollouts.difficulty import DifficultyFilter
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
 from toprope.training.rollouts.mixture_weights import MixtureEntry, MixtureScheduler
+from toprope.training.trainer.checkpoints.checkpoint_folder import read_state
 
 _SAVE_EVERY_S = 1.0
 
@@ -199,9 +200,10 @@ class TaskSampler:
         if member.life:
             return curricula.environments
         # A new attempt has the checkpoint's policy, so levels opened after it are closed again.
-        name = Path(os.environ.get(ENV_CHECKPOINT, "step-0")).name.removeprefix("step-")
-        step = int(name) if name.isdigit() else 0
-        return {label: record.at(step) for label, record in curricula.environments.items()}
+        # A trainer of one's own publishes at will, so the checkpoint's version need not be its step.
+        checkpoint = os.environ.get(ENV_CHECKPOINT)
+        version = read_state(Path(checkpoint)).policy_version if checkpoint else 0
+        return {label: record.at(version) for label, record in curricula.environments.items()}
 
     def _save_curricula(self) -> None:
         curricula = Curricula(environments={label: progress.record for label, progress in self.curricula.items()})
