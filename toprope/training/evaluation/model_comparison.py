@@ -103,6 +103,8 @@ class _ModelTest:
         self._policy_name, self._on_group = policy_name, on_group
         self._groups: dict[int, SampledGroup] = {}
         self._split = "validation"
+        self._apart: frozenset[str] = frozenset()
+        """Environments that the figures leave out, because they hold no tasks out."""
         self._unanswered: list[str] = []
 
     async def run(self, connect: Callable[[], Awaitable[Policy]], environments_with: EnvironmentsWith) -> TestedModel:
@@ -129,7 +131,7 @@ class _ModelTest:
 
     async def _sample(self, environments: EnvironmentSet) -> None:
         limit, size = asyncio.Semaphore(_GROUPS_AT_ONCE), self._plan.group_size
-        self._split = environments.measured_split("validation")
+        self._split, self._apart = environments.measured_split("validation"), environments.count_apart()
 
         async def sample(index: int) -> None:
             async with limit:
@@ -155,6 +157,7 @@ class _ModelTest:
     def _result(self, policy: Policy | None, error: str | None, seconds: float) -> TestedModel:
         endpoint = self._model.endpoint
         groups = [self._groups[index] for index in sorted(self._groups)]
+        counted = [group for group in groups if group.environment not in self._apart]
         costs: dict[str, Any] = {}
         if isinstance(policy, EndpointClient) and endpoint is not None:
             usage = policy.usage
@@ -170,16 +173,16 @@ class _ModelTest:
                 "prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
                 "completion_tokens": sum(len(turn.completion_ids) for turn in turns),
             }
-        if error is None and not groups:
+        if error is None and not counted:
             error = "No task was answered."
-        elif error is None and all(outcome.unjudged for group in groups for outcome in group.outcomes):
-            error = f"No answer could be judged. {groups[0].outcomes[0].error}"
+        elif error is None and all(outcome.unjudged for group in counted for outcome in group.outcomes):
+            error = f"No answer could be judged. {counted[0].outcomes[0].error}"
         return TestedModel(
             name=self._model.name,
             model=endpoint.model if endpoint else self._policy_name,
             error=error,
-            sampled=None if error else {"split": self._split} | summarize_test(groups, self._plan.group_size),
-            scores=[] if error else scores_by_task(groups),
+            sampled=None if error else {"split": self._split} | summarize_test(counted, self._plan.group_size),
+            scores=[] if error else scores_by_task(counted),
             examples=[] if error else [example_record(group) for group in groups[:_EXAMPLES]],
             seconds=round(seconds, 3),
             unanswered=len(self._unanswered),
