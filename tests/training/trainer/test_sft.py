@@ -24,11 +24,7 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.sdk.errors import WorkerDied
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.schema import Config
-from toprope.training.demonstrations.from_teacher import (
-    DemonstrationCollector,
-    cache_path,
-    write_teacher_demonstrations,
-)
+from toprope.training.demonstrations.from_teacher import cache_path, write_teacher_demonstrations
 from toprope.training.judges.judging import JUDGED_SUCCESS
 from toprope.training.policy.tiny_model import RECIPES, make_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed
@@ -179,8 +175,10 @@ def collected(
     file.write_text(ADD.replace("SILENT", str(silent)))
     config = Config()
     config.launcher.restarts, config.launcher.restart_backoff_s = restarts, 0.01
+    config.environment.call_timeout_s = call_s
     for name, value in section.items():
         setattr(config.sft, name, value)
+    config.sft.tasks = tasks
     source = EnvironmentSource(name="add", file=str(file), attribute="Add")
     spec = Specification(
         run_id="run-a", kind="sft", created_at=0.0, toprope_version="0", environment=source, config=config,
@@ -194,11 +192,11 @@ def collected(
             asked = EndpointClient(Endpoint(base_url=asks[0].url, model=asks[1], key="API_KEY"), KEY, None)
         [(plan, source)] = environment_plans(spec)
         host = await EnvironmentHost.start(spec, plan, source, report)
-        cache = cache_path(spec, host)
-        assert cache.parent == tmp_path / "home" / "traces"
-        collector = DemonstrationCollector(host.worker, spec, cache, asked, lambda *said: told.append(said), call_s)
+        assert cache_path(spec, host).parent == tmp_path / "home" / "traces"
+        path = tmp_path / "traces.jsonl"
         try:
-            found = await collector.collect(tasks)
+            await write_teacher_demonstrations([host], spec, path, asked, lambda *said: told.append(said))
+            found = list(read_traces(path))
         finally:
             await host.close()
             if asked is not None:
@@ -221,6 +219,19 @@ def test_solved_tasks_are_kept_and_cached(tmp_path: Path):
     lines = cache.read_text().count("\n")
     assert len(collected(tmp_path, 12)) == 24 and cache.read_text().count("\n") == lines
     assert len(collected(tmp_path, 3, regenerate=True)) == 6 and cache.read_text().count("\n") == 7
+
+
+def test_demonstrations_within_fewer_turns_are_collected_anew():
+    source = EnvironmentSource(name="add")
+    spec = Specification(
+        run_id="a", kind="sft", created_at=0.0, toprope_version="0", environment=source, config=Config(),
+        policy_cache="p",
+    )  # fmt: skip
+    [(plan, _)] = environment_plans(spec)
+    host: Any = SimpleNamespace(source=source, loaded={}, plan=plan)
+    before = cache_path(spec, host)
+    plan.section.max_turns = 3
+    assert cache_path(spec, host) != before
 
 
 def test_teacher_without_solutions_is_an_error(tmp_path: Path):
@@ -284,6 +295,9 @@ def test_right_answers_of_model_are_cached(tmp_path: Path, endpoint: OpenAiStand
     assert collected(tmp_path, 6, asks=(endpoint, "limited"), **section) == found and len(endpoint.seen) == asked
     collected(tmp_path, 6, asks=(endpoint, "limited"), regenerate=True, **section)
     assert len(endpoint.seen) > asked
+    asked = len(endpoint.seen)
+    collected(tmp_path, 6, asks=(endpoint, "limited"), regenerate=True, **section)
+    assert len(endpoint.seen) == asked, "a restarted driver pays for no answer again"
     assert KEY not in "".join(path.read_text() for path in (tmp_path / "home" / "traces").iterdir())
 
 

@@ -65,12 +65,19 @@ async def write_teacher_demonstrations(
     shares = mixture_shares([MixtureEntry(host.label, host.plan.weight, host.plan.min_share) for host in hosts])
     traces: list[Trace] = []
     for host in hosts:
-        cache, timeout_s = cache_path(specification, host), host.plan.section.call_timeout_s
+        shared, timeout_s = cache_path(specification, host), host.plan.section.call_timeout_s
+        # Of this run alone, so that a restarted driver goes on with what it collected.
+        cache = path.with_name(f"new-{shared.name}") if specification.config.sft.regenerate else shared
         collector = DemonstrationCollector(host.worker, specification, cache, teacher, progress, timeout_s)
         try:
-            traces += await collector.collect(max(1, round(tasks * shares[host.label])))
+            collected = await collector.collect(max(1, round(tasks * shares[host.label])))
         except (TopropeError, WorkerFailure) as error:
             raise host.name_error(error) from error
+        if cache != shared:
+            shared.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(shared) as temporary:
+                append_traces(temporary, collected)
+        traces += collected
     with replacing(path) as temporary:
         append_traces(temporary, traces)
     return path
@@ -88,6 +95,8 @@ def cache_path(specification: Specification, host: EnvironmentHost) -> Path:
         section.temperature,
         section.max_new_tokens,
     ]
+    if (turns := host.plan.section.max_turns) is not None:
+        dependencies.append(turns)
     digest = hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()[:20]
     return Path(specification.policy_cache).parent / "traces" / f"{digest}.jsonl"
 
@@ -125,11 +134,7 @@ class DemonstrationCollector:
             ComponentFailed: The teacher solved no task.
             TopropeError, toprope.sdk.errors.WorkerFailure: The teacher or the environment failed for good.
         """
-        known: dict[tuple[str, int], Trace] = {}
-        if self._section.regenerate:
-            self._cache.unlink(missing_ok=True)
-        else:
-            known = {(trace.task_id, trace.variant): trace for trace in read_traces(self._cache)}
+        known = {(trace.task_id, trace.variant): trace for trace in read_traces(self._cache)}
         traces_by_task: dict[int, list[Trace]] = defaultdict(list)
         fresh: list[Trace] = []
         done = 0
