@@ -213,7 +213,7 @@ def test_summarize_counts_and_averages() -> None:
     )
     assert summary["accuracy"] == 0.25
     assert summary["reward_mean"] == 0.75, "errors have none"
-    assert summary["parts"] == {"exact": 0.25}
+    assert summary["parts"] == {"exact": 0.5}
     assert summary["truncated"] == 0.25
     assert summary["errors"] == 2
     assert summary["error_kinds"] == {"ValueError: x": 2}

@@ -43,14 +43,14 @@ _RAISED = re.compile(r"^([A-Za-z_][\w.]*):")
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     """Counts and means over rollouts: tasks, successes, accuracy, reward_mean, parts, truncated share, errors.
 
-    Unjudged rollouts are only counted, as `unjudged`. Errors are no successes and have no reward: whatever stood for it
-    would decide the mean where rewards have wide bounds.
+    Unjudged rollouts are only counted, as `unjudged`. Errors are no successes and have no reward nor parts: whatever
+    stood for them would decide the mean where rewards have wide bounds.
     """
     unjudged = sum(outcome.unjudged for outcome in outcomes)
     outcomes = [outcome for outcome in outcomes if not outcome.unjudged]
-    count, rewards = len(outcomes), [outcome.reward for outcome in outcomes if outcome.error is None]
+    count, scored = len(outcomes), [outcome for outcome in outcomes if outcome.error is None]
     parts: Counter[str] = Counter()
-    for outcome in outcomes:
+    for outcome in scored:
         parts.update(outcome.parts)
     errors = Counter(outcome.error for outcome in outcomes if outcome.error)
     successes = sum(outcome.success for outcome in outcomes)
@@ -58,8 +58,8 @@ def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
         "tasks": count,
         "successes": successes,
         "accuracy": successes / count if count else None,
-        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
-        "parts": {name: total / count for name, total in sorted(parts.items())},
+        "reward_mean": sum(outcome.reward for outcome in scored) / len(scored) if scored else None,
+        "parts": {name: total / len(scored) for name, total in sorted(parts.items())},
         "truncated": sum(outcome.truncated for outcome in outcomes) / count if count else None,
         "errors": sum(errors.values()),
         "error_kinds": dict(errors.most_common(5)),
