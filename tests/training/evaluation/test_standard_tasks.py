@@ -65,8 +65,10 @@ def measure(tmp_path, monkeypatch):
 
 def test_failures_are_named_without_the_key(measure, tmp_path, capsys):
     with pytest.raises(ComponentFailed, match=r"no task is called broken; key \*\*\*"):
-        measure(lambda logs, key: (1, f"{key[1:]}{key}; no task is called broken; key {key}"))
+        measure(lambda logs, key: (1, f"{key[1:]}{'x' * standard_tasks._TAIL}; no task is called broken; key {key}"))
     assert session_key("the secret", UNRECORDED)[1:] not in capsys.readouterr().out
+    with pytest.raises(ComponentFailed, match=r"status 1: no key \*\*\*"):
+        measure(lambda logs, key: (1, f"no key {key}"))
     (tmp_path / "log.json").write_text(json.dumps({"eval": {"task": "broken"}, "status": "error", "error": None}))
     with pytest.raises(ComponentFailed, match="The task broken failed: it ended as error"):
         read_scores(tmp_path)

@@ -90,11 +90,12 @@ async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks)
     while url != (url := await member.address_async("inference")):  # Inspect cannot follow to another address
         logs = Path(tempfile.mkdtemp(prefix="try-", dir=inspect_folder))  # logs of earlier tries do not count
         code, output = await _run_walled(member, tasks, command, logs, url, key)
-    output = output.replace(key, "***")[len(key) :]  # the tail may begin within a key
+    cut = len(key) if len(output.encode()) >= _TAIL else 0  # a tail may begin within a key
+    output = output.replace(key, "***")[cut:]
     print(output, flush=True)
     if code:
         raise ComponentFailed(
-            f"Inspect ended with status {code}: {visible(output.strip())[-_LONGEST_MESSAGE:]}",
+            f"Inspect ended with status {code}: {visible(output.strip()[-_LONGEST_MESSAGE:])}",
             hint="Check the names of the tasks.",
         )
     scores = await asyncio.to_thread(read_scores, logs)
