@@ -115,8 +115,7 @@ class AlgorithmSection(Section):
         "for ppo and custom, which learn from them.",
     )
     shuffle_rewards: bool = Field(
-        False,
-        description="A control: rewards are shuffled within groups (ppo, custom: within steps), to learn nothing.",
+        False, description="A control: rewards are shuffled within groups (ppo, custom: steps), to learn nothing."
     )
     deterministic: bool = Field(
         False,

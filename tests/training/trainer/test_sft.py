@@ -31,12 +31,7 @@ from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFaile
 from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans
 from toprope.training.trainer import demonstration_run
 from toprope.training.trainer.batch_source import EndOfTraining
-from toprope.training.trainer.demonstration_run import (
-    TokenizedTraces,
-    row_order,
-    tokenize_traces,
-    training_config,
-)
+from toprope.training.trainer.demonstration_run import TokenizedTraces, row_order, tokenize_traces, training_config
 from toprope.training.trainer.sft import SftRun
 from toprope.training.trainer.step import learner
 

@@ -270,7 +270,7 @@ def _presets(
 ) -> tuple[dict[str, str], set[str], list[str]]:
     """Return presets with their descriptions or what speaks against them, the names of those that are no use, and of
     those with values for this environment."""
-    descriptions, unfit, tuned = {}, set(), []
+    descriptions, unfit, tuned = {}, set(), list[str]()
     for name in list_presets(workshop.home.preset_folders):
         try:
             preset = load_preset(name, workshop.home.preset_folders)
