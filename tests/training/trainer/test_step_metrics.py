@@ -50,7 +50,7 @@ def test_version_ages_count_from_oldest_token() -> None:
     def row(version: int | None) -> TrainingRow:
         return TrainingRow([1], [2], [True], [-0.1], advantage=0.0, truncated=False, version=version)
 
-    assert collate([row(3), row(7), row(9), row(None)], 7).ages.tolist() == [4, 0, 0, -1]
+    assert collate([row(3), row(7), row(9), row(None)], 7).ages.tolist() == [4, 0, 2, -1]
     assert collate([row(3)], None).ages.tolist() == [-1]
     group = rollout_group([1.0, 0.0])
     group.versions = [[(5, 2), (6, 1)], [(6, 3)]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -245,6 +246,8 @@ def test_submodules_of_trl_have_placeholders_too(
     script = tmp_path / "modules.py"
     script.write_text(textwrap.dedent(MODULES))
     target = json.dumps({"file": str(script), "script": True, "arguments": ["--extra", "4", "--dataset_name", "x"]})
+    if installed:
+        importlib.import_module("trl.trainer.grpo_config")  # as another environment of this process may have
     known = [name for name in sys.modules if name.partition(".")[0] == "trl"]
     for name in [] if installed else ["trl", *known]:
         monkeypatch.setitem(sys.modules, name, None)

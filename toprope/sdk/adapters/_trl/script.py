@@ -193,9 +193,12 @@ def _placeholders(main: ModuleType) -> Iterator[None]:
         except ImportError:
             place = added[name] = _module(name)
         places.append(place)
-    before = [(place, {name: place.__dict__[name] for name in _REPLACED if name in place.__dict__}) for place in places]
-    for place in places:
-        place.__dict__.update(_REPLACED)
+    # A submodule that was imported before is an attribute, too.
+    modules = {name.rpartition(".")[2]: added[name] for name in _TRAINING_MODULES}
+    changes = [(place, _REPLACED | (modules if place.__name__ == "trl.trainer" else {})) for place in places]
+    before = [{name: place.__dict__[name] for name in new if name in place.__dict__} for place, new in changes]
+    for place, new in changes:
+        place.__dict__.update(new)
     added[_ASYNC] = _module(_ASYNC)
     added[_ASYNC].__dict__.update(AsyncGRPOTrainer=_Trainer, AsyncGRPOConfig=Settings)
     sys.modules.update({**added, "__main__": main})
@@ -208,10 +211,10 @@ def _placeholders(main: ModuleType) -> Iterator[None]:
                 sys.modules[name] = kept_modules[name]
             else:
                 sys.modules.pop(name, None)
-        for place, values in before:
-            for name in _REPLACED:
+        for (place, new), old in zip(changes, before, strict=True):
+            for name in new:
                 del place.__dict__[name]
-            place.__dict__.update(values)
+            place.__dict__.update(old)
 
 
 def _module(name: str) -> ModuleType:
