@@ -7,8 +7,8 @@
     grpo        the demo's GRPO with as many steps on as many rollouts, for time and memory beside it
     turns       PPO on a task of up to three turns, before and after
 
-Control: the reference must differ from a loss with another clip range, and with rewards that are shuffled within each
-group, `demo` and `turns` must miss their accuracies. They may rise: PPO sees which groups did well.
+Control: the reference must differ from a loss with another clip range, and with the rewards of each step shuffled,
+`demo` and `turns` must miss their accuracies.
 
 Steps are counted, not seconds: results do not depend on the machine's load; times do. Estimated time: half an hour;
 needs nothing else.

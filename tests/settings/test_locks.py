@@ -99,7 +99,12 @@ def test_a_highest_value_excludes_0_where_it_means_no_limit(tmp_path):
     for name in unlimited:
         locks = locks_of(tmp_path, f"locks: [{{field: {name}, max: 60, reason: not for ever}}]")
         assert locks.refusal(name, 0) and locks.refusal(name, 60) is None, name
-        assert locks.adjust(Config(), all_fields())[0].get(name, 1) > 0
+        config = Config.model_validate({"launcher": {"kind": "slurm"}})
+        assert locks.adjust(config, all_fields())[0].get(name, 1) > 0
+    limit = "locks: [{field: launcher.time_limit_minutes, max: 60, reason: not for ever}]"
+    locks_of(tmp_path, limit).enforce(Config(), all_fields())  # not on a run that is no job
+    with pytest.raises(LockedField, match="not for ever"):
+        locks_of(tmp_path, limit).enforce(config, all_fields())
 
 
 def test_true_is_not_one(tmp_path):

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, as_messages, copy_for
+from toprope.sdk.authoring.environment import (
+    TOOL_MARK,
+    Environment,
+    Messages,
+    Outcome,
+    Scoring,
+    Task,
+    as_messages,
+    copy_for,
+)
 from toprope.sdk.authoring.knobs import described_missing, empty_required, make_knobs, may_come_of_empty
 from toprope.sdk.authoring.rewards import RewardFunctions, seen_of
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, MissingKnobs, shortened
@@ -167,7 +176,8 @@ class Rollout:
             return
         self._is_open = False
         try:
-            self._environment.close()
+            if not hasattr(type(self._environment).close, TOOL_MARK):  # an author's tool of that name is the policy's
+                self._environment.close()
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # as in advance; what the rollout earned stands

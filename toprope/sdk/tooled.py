@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
+from toprope.sdk.authoring.environment import TOOL_MARK, Environment, Messages, Part, Task, as_messages
 from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.orchestration.dialogue import ONE_INPUT, THINKING
@@ -60,7 +60,6 @@ __all__ = [
 
 _MANY = 1e9
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|$)", re.DOTALL)
-_MARK = "_toprope_tool"
 
 TOOL_PARTS = {
     "tool_calls": Part(0.0, 0.0, _MANY, "tools called, failures included; shown"),
@@ -109,7 +108,7 @@ def tool(
     """
 
     def mark(target: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(target, _MARK, _Declared(Price(usd=usd, seconds=seconds), timeout_s))
+        setattr(target, TOOL_MARK, _Declared(Price(usd=usd, seconds=seconds), timeout_s))
         return target
 
     return mark if function is None else mark(function)
@@ -262,8 +261,8 @@ class ToolEnvironment(Environment):
         raise NotImplementedError(f"{type(self).__name__} does not score: define score(self).")
 
     def tool_limits(self) -> tuple[float, int]:
-        marked = (getattr(getattr(type(self), name, None), _MARK, None) for name in dir(type(self)))
-        listed = (entry if isinstance(entry, Tool) else getattr(entry, _MARK, None) for entry in self.tools)
+        marked = (getattr(getattr(type(self), name, None), TOOL_MARK, None) for name in dir(type(self)))
+        listed = (entry if isinstance(entry, Tool) else getattr(entry, TOOL_MARK, None) for entry in self.tools)
         limits = [source.timeout_s or 0.0 for source in (*self.servers, *listed, *marked) if source is not None]
         return max([self.tool_timeout_s, *limits]), self.most_calls
 
@@ -293,12 +292,12 @@ class ToolEnvironment(Environment):
 
     def own_tools(self) -> list[Tool]:
         """Tools of this rollout alone: its methods marked with `tool`."""
-        marked = [name for name in dir(type(self)) if hasattr(getattr(type(self), name, None), _MARK)]
+        marked = [name for name in dir(type(self)) if hasattr(getattr(type(self), name, None), TOOL_MARK)]
         return [self.as_tool(getattr(self, name)) for name in marked]
 
     def as_tool(self, function: Callable[..., Any], name: str = "") -> Tool:
         """Convert a function or a bound method to a tool of this environment."""
-        declared: _Declared = getattr(function, _MARK, _Declared(Price(), None))
+        declared: _Declared = getattr(function, TOOL_MARK, _Declared(Price(), None))
         signature = signature_of(function, name)
         limit = declared.timeout_s if declared.timeout_s is not None else self.tool_timeout_s
 

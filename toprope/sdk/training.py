@@ -166,7 +166,8 @@ class Session(ABC):
 
     @abstractmethod
     def checkpoint(self) -> None:
-        """Save a checkpoint now. The run also saves every logging.save_steps, at a stop and at the end."""
+        """Save a checkpoint now, or within a step once `log` ends it. The run also saves every logging.save_steps, at a
+        stop and at the end."""
 
 
 class Trainer(ABC):

@@ -30,9 +30,10 @@ from toprope.settings.yamlfiles import check_keys, read_yaml
 _KEYS = ("field", "value", "min", "max", "reason")
 _FOLLOWS = {"ppo.value_learning_rate": "optimizer.learning_rate"}
 """Fields that take the value of another field, or `LEAST_VALUE_RATE` if that is higher, if they are null."""
+_JOB_TIME = "launcher.time_limit_minutes"
 _NO_LIMIT = frozenset(
     {
-        *("environment.memory_mb", "evaluation.every_steps", "launcher.stall_after_s", "launcher.time_limit_minutes"),
+        *("environment.memory_mb", "evaluation.every_steps", "launcher.stall_after_s", _JOB_TIME),
         *("optimizer.micro_batch_size", "ppo.value_clip_range"),
     }
 )
@@ -71,7 +72,7 @@ class Lock:
             return value == self.value and isinstance(value, bool) == isinstance(self.value, bool)
         if value is None and self.field in _FOLLOWS:
             return self.max is None or self.max >= LEAST_VALUE_RATE
-        if self.max is not None and self.field in _NO_LIMIT and value == 0:
+        if self.max and self.field in _NO_LIMIT and value == 0:
             return False
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
@@ -83,7 +84,7 @@ class Lock:
             return self.value
         if isinstance(value, bool) or not isinstance(value, int | float):
             return self.max if self.max is not None else self.min
-        if self.max is not None and self.field in _NO_LIMIT and value == 0:
+        if self.max and self.field in _NO_LIMIT and value == 0:
             return self.max
         if self.min is not None and value < self.min:
             return self.min
@@ -163,9 +164,7 @@ class Locks:
         Locks on fields that this environment does not have are ignored.
         """
         changes = []
-        for lock in self:
-            if lock.field not in fields:
-                continue
+        for lock in self._that_apply(config, fields):
             value = _effective(config, fields, lock.field)
             if not lock.allows(value):
                 changes.append(Change(lock.field, get_value(config, fields[lock.field]), lock.nearest(value)))
@@ -178,8 +177,13 @@ class Locks:
             LockedField: It is not allowed; the message names every violation with its reason.
         """
         allowed, _ = self.adjust(config, fields)
-        values = {lock.field: _effective(config, fields, lock.field) for lock in self if lock.field in fields}
+        values = {lock.field: _effective(config, fields, lock.field) for lock in self._that_apply(config, fields)}
         self.require(values, f"edit_config with changes {allowed} sets what is allowed.")
+
+    def _that_apply(self, config: Config, fields: dict[str, Field]) -> list[Lock]:
+        """The locks on the fields that there are; the time of a job is no question of a run that is none."""
+        idle = _JOB_TIME if config.launcher.kind != "slurm" and not config.launcher.time_limit_minutes else ""
+        return [lock for lock in self if lock.field in fields and lock.field != idle]
 
     def record(self) -> dict[str, Any]:
         """All locks as a mapping, for a run's specification."""

@@ -259,6 +259,8 @@ class Conductor:
                         raise
                     if refused >= _MOST_REFUSALS:
                         raise
+                    if refused == 1:
+                        self._warn(f"{run_id} waits: {error.message}")
                     await asyncio.sleep(_RETRY_START_EVERY_S)
                     continue
                 # The budget that live members reserved and do not use is free when they end.

@@ -226,6 +226,8 @@ def _role_of(entry: dict[str, Any]) -> Role:
         role = role_of_arguments(words[words.index("serve") + 1 :] if "serve" in words else [])
     except (ValueError, InvalidValue):
         role = None
+    if "serve" not in words and "--read-only" in " ".join(words):  # within a command line of a shell
+        role = None
     return role or Role(read_only=True)
 
 

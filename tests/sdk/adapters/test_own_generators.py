@@ -39,6 +39,8 @@ def test_game_with_a_generator_of_its_own_is_the_game_of_its_task(tmp_path: Path
     environment = opened(tmp_path / "spell.py", text, **({"seed": 5} if made == "seed: int" else {}))
     tasks = list(itertools.islice(environment.tasks(), 12))
     assert len({task.id for task in tasks}) == 12
+    kind = type(environment._games._looked_at)
+    assert len(kind.closed) >= 11, "games that were only looked at are closed, but for the last one"
     for task in (tasks[2], tasks[9]):
         rollouts = [Rollout(environment, task) for _ in range(3)]
         for rollout in rollouts:

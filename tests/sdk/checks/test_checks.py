@@ -215,7 +215,8 @@ def test_overlap_leaves_out_prompts_that_tasks_of_a_split_share() -> None:
     assert overlap(hidden[:8], hidden).copies == 0
     numbers = [("Guess the number.", str(number)) for number in range(30)]
     assert overlap(numbers[:8], numbers).copies == 0
-    assert overlap([("What is 1 + 1?", "2")], [("What is 1 + 1?", "2")] * 2).copies == 1, "one question, twice"
+    accepted = [(f"Who wrote book {book}?", f"author {name}") for book in range(10) for name in range(3)]
+    assert overlap(accepted[::3], accepted[1::3]).copies == 10, "questions with several accepted answers"
 
 
 @pytest.mark.parametrize("form", ["{}", "<answer>{}</answer>", "\\boxed{{{}}}", "So $\\boxed{{{}}}$."])

@@ -47,6 +47,29 @@ class Room(Environment):
         LOG.append(self.number)
         raise OSError("the door is stuck")
 '''
+HOUSE = '''
+from toprope.sdk import Task
+from toprope.sdk.tooled import ToolEnvironment, tool
+
+CLOSED = []
+
+
+class House(ToolEnvironment):
+    """Close things."""
+
+    def tasks(self):
+        for number in range(30):
+            yield Task(f"Close door {number}")
+
+    @tool
+    def close(self):
+        """Close the door."""
+        CLOSED.append(self)
+        return "closed"
+
+    def score(self):
+        return 1.0
+'''
 TOGETHER = """
     def score_group(self, rollouts):
         return [one.score() for one in rollouts]
@@ -88,6 +111,15 @@ def test_earlier_rollouts_of_a_group_that_fails_to_begin_are_closed(tmp_path: Pa
     with pytest.raises(RuntimeError, match="no room"):
         begun(service, 4)
     assert sorted(log) == [0, 1, 2]
+
+
+def test_tool_of_an_author_that_is_named_close_is_not_called(tmp_path: Path) -> None:
+    (tmp_path / "house.py").write_text(HOUSE)
+    service = Service()
+    service.answer("open", {"source": {"file": str(tmp_path / "house.py")}})
+    closed = type(service._variant().environment).close.__globals__["CLOSED"]
+    [handle] = begun(service, 1)
+    assert service.answer("advance", {"moves": [[handle, "done"]]})[0]["outcome"]["reward"] == 1.0 and not closed
 
 
 def test_rollouts_that_wait_for_their_group_are_closed(tmp_path: Path) -> None:

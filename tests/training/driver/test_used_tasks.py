@@ -21,7 +21,7 @@ from toprope.training.inference.client import Turn
 from toprope.training.rollouts.difficulty import SOLVED, TaskSkipped
 from toprope.training.rollouts.group_sampler import TaskRef
 from toprope.training.rollouts.sampled_group import SampledGroup
-from toprope.training.rollouts.task_sampler import TaskSampler
+from toprope.training.rollouts.task_sampler import TaskSampler, _version_of
 
 
 def member_of(folder: Path, **spec: Any) -> Any:
@@ -136,3 +136,8 @@ def test_killed_driver_loses_no_accepted_group(tmp_path: Path) -> None:
     mixer = {"credit": {"a": 0}, "factors": {"a": 1}, "shares": {"a": 1}}
     write_json(tmp_path / "mixture.json", {"version": 1, "ended": {"a": 5}, "mixer": mixer})
     assert begun(member_of(tmp_path, first_task=3), 9, is_resumed=True) == {"a": 12}
+
+
+def test_levels_of_a_checkpoint_that_was_set_aside_are_those_of_its_step(tmp_path: Path) -> None:
+    """The trainer renames a damaged checkpoint and goes on from the one before; the driver has its former name."""
+    assert _version_of(tmp_path / "step-000050") == 50

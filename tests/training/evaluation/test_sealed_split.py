@@ -316,7 +316,7 @@ def test_contamination_counts_copies_and_shared_passages():
     found = contents.report()
     assert found["copies"]["train_heldout"] == 1
     assert found["heldout_sharing_passages"] == 2
-    for number in range(20):
+    for number in range(90):
         for split in ("train", "heldout", "validation"):
             contents.add(split, f"{split}-{number}", ask(long_text(9)))
     found = contents.report()

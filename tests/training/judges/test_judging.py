@@ -220,11 +220,23 @@ def test_the_last_verdict_counts_and_must_be_in_bounds() -> None:
         '{"score": 8}',
         "Score: .8e1.",
         "SCORE\uff1a8 / 10",
+        "Good.\n\nScore 8",
+        "## Score\n\n **8**",
+        "| Score | 8 |",
+        "Score \u2192 8/10.",
     ):
         assert read_score(text) == 0.8, text
     assert read_ranking("Ranking: 1, 2, 3\nRanking: 3 > 1 > 2", 3) == [0.5, 0.0, 1.0]
     badly_written = ("-5", "\u22125", "0,5", "4/5", "1e9", "-0.5e1")
-    for text in ("Score: 11", "ten", "", "Score 0-10: high", *(f"Score: 3\nScore: {wrong}" for wrong in badly_written)):
+    for text in (
+        "Score: 11",
+        "ten",
+        "",
+        "Score 0-10: high",
+        "Score 1 of 2",
+        "Score -5",
+        *(f"Score: 3\nScore: {wrong}" for wrong in badly_written),
+    ):
         with pytest.raises(Unreadable):
             read_score(text)
     for text in ("Ranking: 1, 1, 2", "Ranking: 1, 2", "1 2 3"):

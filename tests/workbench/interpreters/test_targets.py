@@ -22,6 +22,7 @@ from toprope.workbench.interpreters.installing import Wanted, satisfied
 from toprope.workbench.interpreters.naming import (
     Target,
     ecosystem_requirements,
+    names_any,
     run_from_folder,
     target_of,
     without_build,
@@ -290,6 +291,11 @@ def test_an_installed_version_of_an_ecosystem_is_kept(tmp_path: Path) -> None:
     found[0] = dataclasses.replace(found[0], standalone=True)
     alone = run_from_folder(target, str(site), known)
     assert alone is not None and alone.requirements == (str(project), "uvicorn"), "it needs nothing of the ecosystem"
+
+
+def test_pins_that_have_risen_replace_the_former_ones() -> None:
+    new = ["atroposlib==0.4.*", "gymnasium<1.3"]
+    assert names_any("AtroposLib==0.3.*", new) and not names_any("helper", new) and not names_any("/folder/x", new)
 
 
 def test_packages_satisfy_requirements_with_their_extras(tmp_path: Path) -> None:

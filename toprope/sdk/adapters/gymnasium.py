@@ -179,7 +179,7 @@ class Gymnasium(Environment):
         return (None if done else messages_of(observation, info)), done
 
     def score(self) -> dict[str, float]:
-        if not self._rows:
+        if not self._rows and self._games.is_reused:  # others are closed
             self._games.give_back(self._game)
         total = max(-_MOST, min(_MOST, self._return))
         return {"reward": self._bounds.value(total, "the sum of rewards"), "return": total}

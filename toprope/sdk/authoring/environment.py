@@ -34,7 +34,7 @@ from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, sayable
 
 __all__ = [
     *("Environment", "Messages", "Outcome", "Part", "Scoring", "Task", "as_messages", "copy_for", "finite"),
-    "is_finite",
+    *("TOOL_MARK", "is_finite"),
 ]
 
 Messages = list[dict[str, Any]]
@@ -42,6 +42,8 @@ Messages = list[dict[str, Any]]
 
 AnyEnvironment = TypeVar("AnyEnvironment", bound="Environment")
 
+TOOL_MARK = "_toprope_tool"
+"""Attribute of methods that `toprope.sdk.tooled.tool` has marked."""
 _ROLES = ("system", "user", "assistant", "tool")
 _TOLERANCE = 1e-9
 _LONGEST_NAME = 100

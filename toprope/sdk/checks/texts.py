@@ -50,14 +50,13 @@ def words_of(text: str) -> list[str]:
 def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, str | None]]) -> Overlap:
     """Count tasks of one split that are copies or near copies of another's.
 
-    A prompt that several tasks of a split share, with other right answers or none, tells no task from another: their
-    authors gave them a `key`, because something hidden differs.
+    A prompt that most tasks of a split share tells no task from another: something hidden differs.
 
     Args:
         unseen: Prompts and right answers of tasks that must not occur elsewhere.
         seen: Prompts and right answers of the other split.
     """
-    shared = _shared_prompts(unseen) | _shared_prompts(seen)
+    shared = _prompt_of_most(unseen) | _prompt_of_most(seen)
     tasks = len(unseen)
     unseen = [pair for pair in unseen if pair[0] not in shared]
     seen = [pair for pair in seen if pair[0] not in shared]
@@ -78,12 +77,9 @@ def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, 
     return Overlap(tasks, sum(copies), near)
 
 
-def _shared_prompts(tasks: Sequence[tuple[str, str | None]]) -> set[str]:
-    """Return prompts that several tasks have, unless they have one right answer."""
+def _prompt_of_most(tasks: Sequence[tuple[str, str | None]]) -> set[str]:
     counts = Counter(prompt for prompt, _ in tasks)
-    answers = {pair for pair in tasks if pair[1] is not None}
-    with_answers = Counter(prompt for prompt, _ in answers)
-    return {prompt for prompt, count in counts.items() if count > 1 and with_answers[prompt] != 1}
+    return {prompt for prompt, count in counts.most_common(1) if count > max(len(tasks) / 2, 1)}
 
 
 def _middles(tasks: Sequence[Sequence[str]]) -> list[Sequence[str]]:

@@ -46,9 +46,6 @@ class ContaminationTracker:
     def __init__(self) -> None:
         self._ids: dict[str, set[str]] = {"train": set(), "validation": set(), _SEALED: set()}
         self._whole: dict[str, Counter[int]] = {split: Counter() for split in self._ids}
-        self._exact: dict[str, set[int]] = {split: set() for split in self._ids}
-        self._shared: set[int] = set()
-        """Texts of several tasks of a split: something hidden differs, and the text tells no task from another."""
         self._texts: dict[str, list[list[str]]] = {"validation": [], _SEALED: []}
         self._passages: Counter[int] = Counter()
         self._n: int | None = None
@@ -60,11 +57,7 @@ class ContaminationTracker:
             return
         self._ids[split].add(task_id)
         words = normalized_words(messages)
-        self._whole[split][whole := _hash(words)] += 1
-        exact = _hash([str(message.get("content", "")) for message in messages])
-        if exact in self._exact[split]:
-            self._shared.add(whole)
-        self._exact[split].add(exact)
+        self._whole[split][_hash(words)] += 1
         if split != "train":
             self._texts[split].append(words)
             return
@@ -79,9 +72,9 @@ class ContaminationTracker:
     def report(self) -> dict[str, Any]:
         """Counts of distinct tasks by split, of tasks with a copy in another split, and of held-out tasks that share a
         rare passage with training tasks."""
-        n = self._n or _length(self._texts[_SEALED])
+        n, shared = self._n or _length(self._texts[_SEALED]), self._shared()
         whole = self._whole
-        sealed = [set(_passages(words, n)) for words in self._texts[_SEALED] if _hash(words) not in self._shared]
+        sealed = [set(_passages(words, n)) for words in self._texts[_SEALED] if _hash(words) not in shared]
         common = Counter(passage for passages in sealed for passage in passages)
         limit = max(1, len(sealed) // 20)
         rare = [{passage for passage in passages if common[passage] <= limit} for passages in sealed]
@@ -89,17 +82,28 @@ class ContaminationTracker:
         return {
             "seen": {split: len(ids) for split, ids in self._ids.items()},
             "copies": {
-                "train_heldout": self._count_copies(whole[_SEALED], whole["train"]),
-                "train_validation": self._count_copies(whole["validation"], whole["train"]),
-                "validation_heldout": self._count_copies(whole[_SEALED], whole["validation"]),
+                "train_heldout": _count_copies(whole[_SEALED], whole["train"], shared),
+                "train_validation": _count_copies(whole["validation"], whole["train"], shared),
+                "validation_heldout": _count_copies(whole[_SEALED], whole["validation"], shared),
             },
             "passage_words": n,
             "heldout_sharing_passages": overlapping,
             "train_not_looked_at": self._skipped,
         }
 
-    def _count_copies(self, counts: Counter[int], contents: Counter[int]) -> int:
-        return sum(count for content, count in counts.items() if content in contents and content not in self._shared)
+    def _shared(self) -> set[int]:
+        """Texts of most tasks of a split: they tell no task from another, because something hidden differs."""
+        most = (counts.most_common(1) for counts in self._whole.values())
+        return {
+            content
+            for split, found in zip(self._ids, most, strict=True)
+            for content, count in found
+            if count > max(len(self._ids[split]) / 2, 1)
+        }
+
+
+def _count_copies(counts: Counter[int], contents: Counter[int], shared: set[int]) -> int:
+    return sum(count for content, count in counts.items() if content in contents and content not in shared)
 
 
 def _length(texts: Sequence[list[str]]) -> int:

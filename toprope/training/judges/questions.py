@@ -23,6 +23,11 @@ _SCORE = re.compile(
     re.IGNORECASE,
 )
 """The number with its sign, so that no part of another number is taken for it, and the highest score that it names."""
+_ALONE = re.compile(
+    r"""score[ "'*_`|#:\u2192-]{0,6}\n{0,3}[ "'*_`|]{1,6}(\d*\.?\d+)(?:\s*/\s*(\d+))?(?=[ "'*_`|.]{0,6}$)""",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""A score that ends its line: `Score 7`, a heading above a number, a row of a table."""
 _RANKING = re.compile(r"ranking\W{0,12}(\d+(?:[\s,>]+\d+)*)", re.IGNORECASE)
 
 Messages = Sequence[dict[str, Any]]
@@ -68,7 +73,7 @@ def read_score(text: str) -> float:
     Raises:
         Unreadable: The text has no score, or it is out of bounds.
     """
-    digits, highest = (_SCORE.findall(text) or [("", "")])[-1]
+    digits, highest = (_SCORE.findall(text) or _ALONE.findall(text) or [("", "")])[-1]
     try:
         score = float(digits)
     except ValueError:  # also a comma or another minus

@@ -64,7 +64,7 @@ class OrchestratorPolicy:
         self.model, self.tokenizer = model, tokenizer
         self.mode, self.system_prompt = mode, system_prompt
         self.max_tokens, self.temperature = max_tokens, temperature
-        self._end_ids = sorted(find_end_ids(model, tokenizer))
+        self._end_ids = sorted(find_end_ids(model, tokenizer)) or None
         self._meter = Meter()
 
     @classmethod

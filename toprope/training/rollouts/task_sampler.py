@@ -202,12 +202,20 @@ class TaskSampler:
         # A new attempt has the checkpoint's policy, so levels opened after it are closed again.
         # A trainer of one's own publishes at will, so the checkpoint's version need not be its step.
         checkpoint = os.environ.get(ENV_CHECKPOINT)
-        version = read_state(Path(checkpoint)).policy_version if checkpoint else 0
+        version = _version_of(Path(checkpoint)) if checkpoint else 0
         return {label: record.at(version) for label, record in curricula.environments.items()}
 
     def _save_curricula(self) -> None:
         curricula = Curricula(environments={label: progress.record for label, progress in self.curricula.items()})
         _write_if_room(lambda: curricula.write(self._member.folder))
+
+
+def _version_of(checkpoint: Path) -> int:
+    """The policy version of a checkpoint; its step if the trainer has found it damaged and set it aside."""
+    try:
+        return read_state(checkpoint).policy_version
+    except Corrupt:
+        return int(checkpoint.name.removeprefix("step-"))
 
 
 def _key(label: str, task: TaskRef, task_id: str) -> str:

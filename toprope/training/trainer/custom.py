@@ -100,7 +100,7 @@ class CustomRun(LocalRun):
             state = self._agree_on_cursor(self._restore(session.resumed))
             self._weights.version = state.policy_version - 1
         elif member.life > 0:  # inference may have weights of the life that left no checkpoint
-            self._weights.publish_first(load_model(policy, config))
+            self._weights.publish_first(load_model(policy, config, whole=False))
         self._must_publish = checkpoint is not None
         session.step = state.step
         self._source = self._make_source(state)

@@ -29,6 +29,7 @@ from toprope.workbench.interpreters.naming import (
     checked_name,
     ecosystem_requirements,
     is_project,
+    names_any,
     require_plain,
     run_from_folder,
     target_of,
@@ -215,7 +216,8 @@ class Interpreters:
             (first, *others), (former, *more) = target.requirements, there.requirements
             both = with_extras_of(first, former)
             if both is not None:
-                lines = tuple(dict.fromkeys((both, *others, *(more if keep_more else ()))))
+                kept = [line for line in more if not names_any(line, others)] if keep_more else []
+                lines = tuple(dict.fromkeys((both, *others, *kept)))
                 return replace(target, given=target.given if both == first else both, requirements=lines)
         if there.given == target.given:
             return target

@@ -110,6 +110,15 @@ def _with_extras(requirement: Requirement, plain: str, adapters: Sequence[Adapte
     return (plain,)
 
 
+def names_any(line: str, lines: Sequence[str]) -> bool:
+    """Return True if a requirement is of a package that one of the others names, as pins that have risen since."""
+    try:
+        name = canonicalize_name(Requirement(line).name)
+        return any(canonicalize_name(Requirement(other).name) == name for other in lines)
+    except InvalidRequirement:
+        return False
+
+
 def with_extras_of(wanted: str, former: str) -> str | None:
     """Return the requirement `wanted` with the extras of `former`, too; None if they are not of one package."""
     try:

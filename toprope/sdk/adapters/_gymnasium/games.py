@@ -9,6 +9,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from toprope.sdk.adapters._gymnasium.spaces import count_of, messages_of, numbers, pair_of, parameters_of, takes
@@ -42,6 +43,8 @@ class Games:
         self._idle: list[Any] = []
         self._made = 0
         self._kept: dict[int, tuple[Messages, Any, OwnRandom]] = {}
+        self._looked_at: Any = None
+        """A game that is not reused; closed when the next one is begun, so that it can be looked at until then."""
         self._kept_new: Any = None
         """A new game, if making one is slow."""
         self.is_reused = True
@@ -80,6 +83,8 @@ class Games:
             if seconds >= _SLOW_S:
                 self._kept_new = self._copy(game)
             self._idle.append(game)
+        else:
+            self._looked_at = game
         return game
 
     def begin(self, seed: int, *, keep: bool = False, anew: bool = False) -> tuple[Messages, Any, OwnRandom]:
@@ -97,6 +102,7 @@ class Games:
             if (game := self._copy(begun) if keep else begun) is not None:
                 return copy.deepcopy(messages), game, copy.copy(luck)
         luck, began = OwnRandom(seed), time.monotonic()
+        self._close_looked_at()
         game = self._idle.pop() if self._idle else self._copy(self._kept_new)
         with luck:
             if game is None:
@@ -118,8 +124,17 @@ class Games:
 
     def give_back(self, game: Any) -> None:
         """Take back a game, to be reset for another rollout."""
-        if self.is_reused and len(self._idle) < self._made:  # copies would pile up
+        if not self.is_reused:
+            self._close_looked_at()
+            self._looked_at = game
+        elif len(self._idle) < self._made:  # copies would pile up
             self._idle.append(game)
+
+    def _close_looked_at(self) -> None:
+        game, self._looked_at = self._looked_at, None
+        if callable(close := getattr(game, "close", None)):
+            with suppress(Exception):
+                close()
 
     def _copy(self, game: Any) -> Any:
         """Return a copy, or None if copies are not safe or not possible."""

@@ -162,9 +162,6 @@ def _plain(word: str) -> Any:
     """Return the number or the truth that a word says, or else the word."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            pass
+    if number := re.fullmatch(r"-?(0|[1-9]\d*)(\.\d*)?(e[-+]?\d+)?", word, re.IGNORECASE):
+        return float(word) if number[2] or number[3] else int(word)
     return word
