@@ -6,7 +6,7 @@ The demo's task and policy, with the same seeds and number of steps, in both for
 alternate. `accuracy_difference` is the mean held-out accuracy of bfloat16 less that of float32, `passes_ratio` the
 median time of a step's passes in bfloat16 over that in float32, for that policy of 0.1 million parameters: float32 has
 a short pass of its own there. `step_ratio_10m` and `step_ratio_40m` are the same ratio for a step of larger policies,
-16 answers of 64 tokens, in processor seconds. Needs a CPU with AMX or AVX512-BF16. Estimated time: six minutes.
+16 answers of 64 tokens, in processor seconds. Needs a CPU with AMX or AVX512-BF16. Estimated time: eight minutes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def compared(float32: Sequence[Done], bfloat16: Sequence[Done]) -> dict[str, Any
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the figures; exit with 3 on a CPU that would emulate bfloat16."""
     parser = argparse.ArgumentParser(prog="python -P -m benchmarks precision", description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=8, help="the noise of one seed is 0.02")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run")
     given = parser.parse_args(arguments)
     if not cpu_computes_bfloat16():

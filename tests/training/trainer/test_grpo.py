@@ -245,12 +245,7 @@ def test_passes_in_bfloat16_keep_float32_weights(tiny_policy: Path, monkeypatch:
     rows = build_rows([rollout_group([0.0, 1.0])], config)
     exact, halved = PolicyForward(model, 0), PolicyForward(model, 0, autocast=lambda: torch.autocast("cpu"))
     assert halved.shares_prompts
-    logits, score = list[torch.Tensor](), PolicyForward._score
-    monkeypatch.setattr(PolicyForward, "_score", lambda *given: logits.append(given[1]) or score(*given))
     logps, rounded = exact(rows, 3).logps, halved(rows, 3).logps
-    monkeypatch.setattr(forward, "CHUNK_VALUES", 4000)
-    assert torch.allclose(rounded, halved(rows, 3).logps, atol=1e-6)
-    assert {one.dtype for one in logits} == {torch.float32}, "the output layer is exact, also in parts"
     assert rounded.dtype == torch.float32 and torch.allclose(logps, rounded, atol=0.05)
     assert not torch.equal(logps, rounded)
     rounded.sum().backward()

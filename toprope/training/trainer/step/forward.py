@@ -66,9 +66,7 @@ class PolicyForward:
         model: The policy.
         pad: Id of the padding token.
         temperature: Divides the logits, as the sampler does.
-        autocast: Makes the context of a forward pass, for passes in half precision. On a CPU the output layer stays as
-            its weights are: in bfloat16 it cost the demo 0.03 of its accuracy, by log-probabilities that differ from
-            the sampler's. MiniMax-M1 (arXiv 2506.13585) keeps it in float32 for the same reason.
+        autocast: Makes the context of a forward pass, for passes in half precision.
         share_prompts: False computes every row by itself.
         joint: Several ranks pass their rows at the same time; one without scored tokens takes part all the same.
         short: Use the short pass where the model allows it; not for a model that checkpoints its activations, or under
@@ -88,7 +86,6 @@ class PolicyForward:
     ) -> None:
         self._model, self._pad, self._temperature, self._joint = model, pad, temperature, joint
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._apart = False
         text = model.config.get_text_config()
         coefficient = getattr(text, "router_aux_loss_coef", None) or 0.0
         self.aux_weight = coefficient if hasattr(text, "output_router_logits") else 0.0
@@ -105,7 +102,6 @@ class PolicyForward:
         if short and self._plain_head and not (joint or self.aux_weight):
             self._short = make_short_forward(model)
         self._autocast = autocast  # not before: half precision would hide what the probe looks for
-        self._apart = autocast is not nullcontext and self._plain_head and self.device.type == "cpu"
 
     @property
     def device(self) -> torch.device:
@@ -183,12 +179,12 @@ class PolicyForward:
             all_states = self._short.states(layout.ids, positions, layout.visible)
             states = all_states.reshape(-1, all_states.size(-1))[layout.places]
             return states, self._short.head(states) if whole else None, None
-        inside, chosen = whole and not self._apart, list[torch.Tensor]()
+        chosen: list[torch.Tensor] = []
 
         def choose(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             states = arguments[0].reshape(-1, arguments[0].size(-1))[layout.places]
             chosen.append(states)
-            return ((states if inside else states[:1]).unsqueeze(0), *arguments[1:])
+            return ((states if whole else states[:1]).unsqueeze(0), *arguments[1:])
 
         inputs: dict[str, Any] = {"input_ids": layout.ids, "use_cache": False}
         if layout.visible is not None:
@@ -202,13 +198,8 @@ class PolicyForward:
                 output = model(**inputs)
         finally:
             hook.remove()
-        logits = output.logits[0] if inside else self._logits(head, chosen[0]) if whole else None
-        return chosen[0], logits, output.aux_loss if self.aux_weight else None
-
-    def _logits(self, head: Any, states: torch.Tensor) -> torch.Tensor:
-        with nullcontext() if self._apart else self._autocast():
-            logits: torch.Tensor = head(states.to(head.weight.dtype) if self._apart else states)
-        return logits
+        aux = output.aux_loss if self.aux_weight else None
+        return chosen[0], output.logits[0] if whole else None, aux
 
     def _mask(self, model: Any, visible: torch.Tensor) -> torch.Tensor:
         if model.config._attn_implementation != "eager":
@@ -235,7 +226,8 @@ class PolicyForward:
         size = max(CHUNK_VALUES // head.weight.size(0), 1)
 
         def score(part: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits = self._logits(head, part)
+            with self._autocast():
+                logits = head(part)
             return self._score(logits, torch.arange(len(part), device=part.device), targets, entropy_gradient)
 
         parts = [

@@ -11,7 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,6 @@ class StepLearner(ABC):
         self._modules, self._ranks = modules, ranks or Ranks()
         self._optimizer, self._scheduler = optimizers
         self._accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision(config, device))
-        halved = self._accelerator.mixed_precision != "no"
         self._trained = [value for value in model.parameters() if value.requires_grad]
         self._trained += [value for module in modules for value in module.parameters()]
         self._drift, self._timer = PolicyDrift(), StepTimer()
@@ -113,9 +112,9 @@ class StepLearner(ABC):
             model,
             pad,
             temperature=config.rollout.temperature,
-            autocast=self._accelerator.autocast if halved else nullcontext,
+            autocast=self._accelerator.autocast,
             joint=not self._ranks.alone,
-            short=not halved and not config.optimizer.gradient_checkpointing,
+            short=self._accelerator.mixed_precision == "no" and not config.optimizer.gradient_checkpointing,
         )
 
     def train(self) -> None:
