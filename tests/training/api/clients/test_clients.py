@@ -306,6 +306,8 @@ def test_backoff_patience_by_kind_of_failure() -> None:
     with pytest.raises(NotPossibleNow, match="disk full"):
         backoff.after_refusal(storage, 31.0)
     assert backoff.after_refusal(Refused("queue_full", "", status=503), 1e9) == 0.25
+    # A run is paused meanwhile, however long the owner takes to make room.
+    assert backoff.after_refusal(Refused("disk_full", "", status=503), 1e9) == 0.5
     with pytest.raises(Refused, match="permanent"):
         backoff.after_refusal(Refused("bad_mask", "permanent"), 0.0)
 

@@ -169,7 +169,8 @@ class Backoff(peers.Backoff):
         super().__init__("The trajectory API", patience_s, away_s)
 
     def after_refusal(self, refusal: Refused, now: float) -> float:
-        """Seconds to wait after a 503. A client waits for a full queue without limit.
+        """Seconds to wait after a 503. A client waits without limit for room in a full queue and on a full disk, where
+        the run is paused meanwhile.
 
         Raises:
             Refused: `refusal` itself, if it is permanent.
@@ -179,6 +180,6 @@ class Backoff(peers.Backoff):
             raise refusal
         if refusal.kind == "queue_full":
             return 0.25
-        if self.over(now):
+        if refusal.kind != "disk_full" and self.over(now):
             raise NotPossibleNow(refusal.message) from refusal
         return 0.5
