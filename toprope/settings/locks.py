@@ -181,7 +181,7 @@ class Locks:
         self.require(values, f"edit_config with changes {allowed} sets what is allowed.")
 
     def _that_apply(self, config: Config, fields: dict[str, Field]) -> list[Lock]:
-        """The locks on the fields that there are; the time of a job is no question of a run that is none."""
+        """The locks on the fields of the environment; without one on a job's time for a run that is not a job."""
         idle = _JOB_TIME if config.launcher.kind != "slurm" and not config.launcher.time_limit_minutes else ""
         return [lock for lock in self if lock.field in fields and lock.field != idle]
 

@@ -167,13 +167,18 @@ def test_text_that_is_not_json_with_comments_is_refused(text):
         jsonc.loads(text)
 
 
-@pytest.mark.parametrize("client", ["claude-code", "zed", "codex", "goose"])
-def test_line_ends_of_windows_stay(client, tmp_path, monkeypatch):
+@pytest.fixture(params=["claude-code", "zed", "codex", "goose"])
+def client(request, tmp_path, monkeypatch):
+    """A client whose folder is there and whose file is not."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
+    configuration_file(request.param).parent.mkdir(parents=True, exist_ok=True)
+    return request.param
+
+
+def test_line_ends_of_windows_stay(client):
     path = configuration_file(client)
-    path.parent.mkdir(parents=True, exist_ok=True)
     before = WRITTEN[client].replace("\n", "\r\n").encode()
     path.write_bytes(before)
     _, backup = write(plan(client))
@@ -190,13 +195,8 @@ def test_removal_leaves_the_comments_before_it_unchanged():
     assert jsonc.remove_member(text, ["toprope"]) == '{"a": {"x": 1} /* one, two */}'
 
 
-@pytest.mark.parametrize("client", ["claude-code", "zed", "codex", "goose"])
-def test_a_file_nested_too_deeply_is_refused_in_words(client, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_file_nested_too_deeply_is_refused_in_words(client):
     path = configuration_file(client)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = ("a = " if client == "codex" else '{"a": ') + "[" * 5000 + "]" * 5000 + ("" if client == "codex" else "}")
     path.write_text(text)
     with pytest.raises(InvalidValue, match="nested too deeply.*left as it is"):

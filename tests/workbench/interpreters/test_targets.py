@@ -294,7 +294,7 @@ def test_an_installed_version_of_an_ecosystem_is_kept(tmp_path: Path) -> None:
 
 
 def test_pins_that_have_risen_replace_the_former_ones() -> None:
-    new = ["atroposlib==0.4.*", "gymnasium<1.3"]
+    new = ["/projects/mine", "atroposlib==0.4.*", "gymnasium<1.3"]
     assert names_any("AtroposLib==0.3.*", new) and not names_any("helper", new) and not names_any("/folder/x", new)
 
 

@@ -167,7 +167,7 @@ class Ors(ToolEnvironment):
         result = self._call_tool(name, {} if argument is None else {argument: self.said})
         if result["ok"]:
             self._take(result["output"])
-        elif result.get("reason") != _INVALID:  # else the answer is none that it could grade
+        elif result.get("reason") != _INVALID:  # otherwise it cannot grade such an answer
             raise EnvironmentMistake(f"{name} does not grade: {str(result.get('error'))[:400]}")
 
     def _take(self, output: Mapping[str, Any]) -> Mapping[str, Any]:

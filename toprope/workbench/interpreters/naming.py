@@ -112,11 +112,15 @@ def _with_extras(requirement: Requirement, plain: str, adapters: Sequence[Adapte
 
 def names_any(line: str, lines: Sequence[str]) -> bool:
     """Return True if a requirement is of a package that one of the others names, as pins that have risen since."""
-    try:
-        name = canonicalize_name(Requirement(line).name)
-        return any(canonicalize_name(Requirement(other).name) == name for other in lines)
-    except InvalidRequirement:
-        return False
+    name = _package_of(line)
+    return name is not None and name in map(_package_of, lines)
+
+
+def _package_of(line: str) -> str | None:
+    """The name of a requirement's package; None for a path."""
+    with suppress(InvalidRequirement):
+        return canonicalize_name(Requirement(line).name)
+    return None
 
 
 def with_extras_of(wanted: str, former: str) -> str | None:

@@ -49,7 +49,7 @@ class EnvironmentWorker(WorkerClient):
         """Longest limit of a tool's call in seconds, and the most calls in one answer."""
         self._load_s = 0.0
         self._takes_turns, self._playing = False, 0
-        """Whether rollouts that sample themselves wait for each other, and the number of those."""
+        """True if rollouts that sample themselves wait for each other, and the number of those in progress."""
         self._known: dict[tuple[str, str], float] = {}
         """Tasks that the worker has found, by split and variant; infinite once it has them all."""
 
