@@ -7,7 +7,8 @@ trainer's step; steps of a run (groups accepted, delivered and committed by the 
 parallel (lanes of that API, with groups in proportion), groups that are browsed, rows of metrics that are read, and
 runs that are listed. Each point is the least of the rounds'
 processor seconds, because other load only adds. The exponent is the slope of log cost over log size on the upper half
-of an axis, after the cost of its smallest size was subtracted as fixed: 1 is proportional. Where the work itself is not
+of an axis without the fixed cost, which is where a line through the two smallest sizes meets size 0 (the cost of the
+smallest size would be too much: it holds that size's work): 1 is proportional. Where the work itself is not
 proportional (attention reads all earlier tokens, so an answer's work has a term in the square of its length), sizes are
 counted in multiplications.
 
@@ -88,9 +89,11 @@ def exponent(costs: Mapping[float, float]) -> float:
     Not a number if the cost does not grow: then the work was not measured.
     """
     sizes = sorted(costs)
-    fixed = costs[sizes[0]]
+    first, second = sizes[:2]
+    slope = (costs[second] - costs[first]) / (second - first)
+    fixed = min(max(costs[first] - slope * first, 0.0), costs[first])
     upper = [size for size in sizes[len(sizes) // 2 :] if costs[size] > fixed]
-    if len(upper) < 2 or costs[sizes[-1]] < 2 * fixed:
+    if len(upper) < 2 or costs[sizes[-1]] < 2 * costs[first]:
         return math.nan
     x = numpy.log([size for size in upper])
     y = numpy.log([costs[size] - fixed for size in upper])

@@ -74,7 +74,9 @@ def test_growth_trains_and_samples_groups(tmp_path):
 
 
 def test_exponents_are_told_apart():
-    assert growth.exponent({n: 5.0 + n for n in (1, 16, 32, 64, 128)}) <= growth.GOAL
+    sizes = (8, 16, 32, 64, 128, 256)
+    assert growth.exponent({n: 50.0 + n for n in sizes}) == pytest.approx(1.0), "the smallest size's work is not fixed"
+    assert growth.exponent({n: 50.0 + n**1.3 for n in sizes}) > growth.GOAL
     assert math.isnan(growth.exponent(dict.fromkeys((1, 16, 32, 64, 128), 5.0))), "nothing was measured"
     assert growth.exponent({n: 5.0 + n * n for n in (1, 16, 32, 64, 128)}) > growth.GOAL
 
