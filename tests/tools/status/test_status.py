@@ -158,7 +158,7 @@ def test_unknown_and_too_many_runs_are_refused(run):
         do(check_status, shop, run_ids=[f"run-{number}" for number in range(21)])
 
 
-def wait_while(shop, folder, acts, wait_s=20.0):
+def wait_while(shop, folder, acts, wait_s=20.0, **named):
     """Waits for news while `acts` are done, one after each progress message; returns answer, messages and seconds."""
     messages = []
 
@@ -171,7 +171,7 @@ def wait_while(shop, folder, acts, wait_s=20.0):
                 queue.pop(0)()
 
         with anyio.fail_after(30):
-            return await check_status(shop, run_ids=[folder.run_id], wait_s=wait_s, progress=progress)
+            return await check_status(shop, run_ids=[folder.run_id], wait_s=wait_s, progress=progress, **named)
 
     began = time.monotonic()
     answer = anyio.run(work)
@@ -214,6 +214,21 @@ def test_the_last_evaluation_and_the_end_come_in_one_answer(run):
     assert answer.data.runs[0].state == "completed"
     assert "evaluation after" in answer.text
     assert "eta_s" not in answer.data.runs[0].numbers
+
+
+@pytest.mark.parametrize("until", [["end"], ["all ended"], None])
+def test_end_is_told_once_the_processes_have_ended(run, until):
+    shop, folder = run
+    step(folder, 1)
+    check(shop, folder)
+    ends = [
+        lambda: become(folder, "failed", failure=Failure(component="api", reason="x")),
+        lambda: become(folder, "failed", progress={"step": 2}),
+        lambda: become(folder, "failed", ended_at=time.time()),
+    ]
+    answer, _, _ = wait_while(shop, folder, ends, until=until)
+    assert shop.runs.status(folder.run_id).is_over
+    assert [met.condition for met in answer.data.met] == (until or [])
 
 
 def test_evaluation_without_end_is_reported_soon(run):
@@ -332,6 +347,10 @@ def test_results_of_live_run_show_existing_parts(run):
     assert "It has not ended" in answer.text
     assert "before: held-out accuracy (sampled) 3.0% [1.4%, 6.4%] on 200 tasks" in answer.text
     assert "examples" not in answer.data.results
+    become(folder, "failed")
+    assert "Taken, as measured" in do(get_results, shop, run_id=folder.run_id).text, "its processes are still ending"
+    become(folder, "failed", ended_at=time.time())
+    assert "Taken: 0 s" in do(get_results, shop, run_id=folder.run_id).text
 
 
 @pytest.mark.parametrize("detail", ["concise", "detailed"])

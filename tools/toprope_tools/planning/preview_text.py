@@ -81,7 +81,7 @@ def used(
 
     Args:
         folder: The run's.
-        live: It has not ended.
+        live: Its processes have not ended.
         members: Folders of the runs that it started, whose usage counts, too.
     """
     usage = _usage(folder)

@@ -129,7 +129,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         )
         lines += marked_lines(failure.excerpt[-5:], 200)
     started = members_in(workshop.home.runs, run_id) if specification.sweep is not None else []
-    usage_lines, usage = used(folder, live=not status.ended, members=[*map(workshop.runs.folder, started)])
+    usage_lines, usage = used(folder, live=not status.is_over, members=[*map(workshop.runs.folder, started)])
     lines += usage_lines
     integrity_lines, checks = integrity_section(
         workshop, run_id, report.integrity, ended=status.ended, detailed=detailed

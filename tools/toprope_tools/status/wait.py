@@ -1,7 +1,7 @@
 """Waiting for news of runs, so that an agent need not poll: four looks per second, with progress to the client.
 
 A wait ends when a condition is met, and at the latest before the client drops the call. The last evaluation of a run is
-followed by its end within a moment; both are told together.
+followed by its end within a moment; both are told together. An end is told once the run's processes are gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _PROGRESS_EVERY_S = 0.5
 _SIGN_OF_LIFE_S = 15.0
 """Seconds between messages at most; clients drop silent calls."""
 _SETTLE_S = 2.0
-"""Seconds that a finished wait goes on while the records of the end are still being written."""
+"""Seconds that a finished wait goes on at most for the end that follows the last evaluation."""
+_CLOSE_S = 30.0
+"""The same for the processes of a run that has ended: its usage and events are complete only after them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ async def wait_for_news(
             break
         if met or _over(looks, until):
             woken_at = woken_at or time.monotonic()
-            if not _unsettled(looks, met) or time.monotonic() - woken_at >= _SETTLE_S:
+            if time.monotonic() - woken_at >= _settling_s(looks, met):
                 break
         await reporter.report(looks)
         await anyio.sleep(min(_LOOK_EVERY_S, seconds_left))
@@ -118,14 +120,12 @@ def _over(looks: Sequence[Look], until: Sequence[Condition]) -> bool:
     return any(look.wakes for look in looks)
 
 
-def _unsettled(looks: Sequence[Look], met: Sequence[Met]) -> bool:
-    """Return True if an end is near: evaluated and not completed, or completed without its last record."""
+def _settling_s(looks: Sequence[Look], met: Sequence[Met]) -> float:
+    """Return the seconds that a finished wait goes on at most, because the complete end of a run is near; 0 if not."""
+    if any(look.status.ended and not look.status.is_over for look in looks):
+        return _CLOSE_S
     evaluated = not met or any(met_condition.condition == "evaluation" for met_condition in met)
-    return any(
-        (evaluated and look.status.state == "evaluating")
-        or (look.status.state == "completed" and look.status.ended_at is None)
-        for look in looks
-    )
+    return _SETTLE_S if evaluated and any(look.status.state == "evaluating" for look in looks) else 0.0
 
 
 class _ProgressReporter:
