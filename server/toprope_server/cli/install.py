@@ -253,14 +253,14 @@ def _role_of(entry: dict[str, Any]) -> Role:
 
 def _http_entry(client: str) -> dict[str, Any]:
     from toprope.settings.owner import Home
-    from toprope_server.http.app import PATH, TOKEN_VARIABLE
+    from toprope_server.http.app import TOKEN_VARIABLE, url_of
 
     if (entry := KNOWN[client].http) is None:
         raise InvalidValue(
             f"{client} would store the token itself in its configuration, so Toprope does not write it there.",
             hint="Install it without --http; or start 'toprope serve --http' and enter URL and token in the client.",
         )
-    return entry(f"http://127.0.0.1:{Home.locate().settings().http.port}{PATH}", TOKEN_VARIABLE)
+    return entry(url_of(Home.locate().settings().http), TOKEN_VARIABLE)
 
 
 def installed_entry(client: str) -> dict[str, Any] | None:

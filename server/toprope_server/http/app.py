@@ -83,21 +83,29 @@ def serve_http(host: str, port: int | None, *, role: Role) -> None:
     port = listening.getsockname()[1]
     allowed = role.within(role_of_settings(settings))
     app = build_app(tokens, config, host, port, role=allowed, capture=home if allowed.runs else None)
-    url = f"{'https' if config.certificate else 'http'}://{in_url(host)}:{port}{PATH}"
+    instructions = _instructions(settings.http, host, port, home.settings_file)
     loaded = _loaded(uvicorn_config(app, config))
-    anyio.run(serve_on, loaded, listening, lambda: print(_instructions(url), flush=True), home, allowed.read_only)
+    anyio.run(serve_on, loaded, listening, lambda: print(instructions, flush=True), home, allowed.read_only)
     # A worker thread that still waits must not keep the process alive.
     leave()
 
 
-def _instructions(url: str) -> str:
+def url_of(settings: HttpSettings, host: str = "127.0.0.1", port: int | None = None) -> str:
+    """The address that clients use; the port is the owner's if None."""
+    scheme = "https" if settings.certificate else "http"
+    return f"{scheme}://{in_url(host)}:{settings.port if port is None else port}{PATH}"
+
+
+def _instructions(settings: HttpSettings, host: str, port: int, settings_file: Path) -> str:
+    # What is installed has the port of the settings.
+    first = "" if port == settings.port else f"Set http.port: {port} in {settings_file}, then "
     return (
-        f"Toprope serves MCP at {url} until Ctrl-C.\n"
+        f"Toprope serves MCP at {url_of(settings, host, port)} until Ctrl-C.\n"
         "Every request needs the owner's token. In the shell that starts your client:\n"
         f'  export {TOKEN_VARIABLE}="$({sys.executable} -P -m toprope_server.cli token)"\n'
         "and in the client's configuration the header\n"
         f"  Authorization: Bearer ${{{TOKEN_VARIABLE}}}\n"
-        "'toprope install claude-code --http' writes that for Claude Code."
+        f"{first}'toprope install claude-code --http' writes that for Claude Code."
     )
 
 

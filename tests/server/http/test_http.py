@@ -147,6 +147,20 @@ def test_token_is_private_and_in_no_argument_or_output(house):
             assert token not in arguments.read()
 
 
+def test_install_is_proposed_for_the_port_that_it_writes(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (tmp_path / "config").mkdir()
+    settings = tmp_path / "config" / "settings.yaml"
+    settings.write_text(f"http: {{port: {port}}}")
+    for options, first in ((), f"Set http.port: {{port}} in {settings}, then "), (("--port", str(port)), ""):
+        with served(tmp_path, *options) as (process, url):
+            process.terminate()
+            last = process.stdout.read().splitlines()[-1]
+        first = first.format(port=url.split(":")[2].removesuffix("/mcp"))
+        assert last == f"{first}'toprope install claude-code --http' writes that for Claude Code."
+
+
 def test_new_token_holds_at_once(tmp_path):
     with served(tmp_path) as (process, url):
         old = bearer(tmp_path)
@@ -394,6 +408,9 @@ def test_server_speaks_tls_with_the_owners_certificate(tmp_path):
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET /mcp HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert not plain.recv(100).startswith(b"HTTP/1.1 2")
+    install = [*COMMAND, "install", "claude-code", "--http", "--print"]
+    shown = subprocess.run(install, capture_output=True, text=True, env=variables(tmp_path), timeout=30)
+    assert "https://127.0.0.1:8765/mcp" in shown.stdout
 
 
 def test_open_stream_ends_with_its_token(tmp_path):
