@@ -17,6 +17,8 @@ from toprope.text_format import plural
 from toprope_server.cli.context import open_workshop
 
 if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
     from toprope.settings.owner import Home
     from toprope.trajectories.jobs.jobs import Job
     from toprope.workbench.data import DataOrder
@@ -60,7 +62,8 @@ def export(
         format_name = form or (endings.get(output.suffix, "datasets") if output is not None else "jsonl")
         target = None if output is None else output.expanduser().absolute()
         home = workshop.home.ensure()
-        outcome = run_order(home, export_order(home, sources, format_name, filters(where), target=target))
+        names = _named(workshop, sources)
+        outcome = run_order(home, export_order(home, names, format_name, filters(where), target=target))
         typer.echo(f"{plural(outcome.items, 'item')} ({outcome.bytes} bytes) in {outcome.path}")
         _print_notes(outcome)
 
@@ -81,8 +84,9 @@ def build_version(
     with open_workshop() as workshop:
         home, recipe_data = workshop.home.ensure(), {} if recipe is None else read_yaml(recipe)
         files = [_existing_file(path) for path in file or ()]
+        names = _named(workshop, sources or [])
         order = build_order(
-            home, workshop.catalog, name, sources or [], filters(where), recipe_data, anywhere=True, files=files
+            home, workshop.catalog, name, names, filters(where), recipe_data, anywhere=True, files=files
         )
         outcome = run_order(home, order)
         new = "" if outcome.new else " (unchanged)"
@@ -106,6 +110,15 @@ def import_traces(
         with sys.stdin.buffer if str(file) == "-" else _existing_file(file).open("rb") as lines:
             count = inbox.take(lines, "standard input" if str(file) == "-" else file.name)
         typer.echo(f"{count} items wait for {name}: toprope data build {name} {name}@inbox")
+
+
+def _named(workshop: Workshop, sources: list[str]) -> list[str]:
+    """The sources, runs among them by their whole ids. The name of a data set means no run that begins with it."""
+    from toprope.trajectories.datasets.store import DatasetStore
+    from toprope_server.cli.runs.naming import find_run
+
+    datasets = DatasetStore(workshop.home.datasets).names()
+    return [source if source in datasets else find_run(workshop, source) for source in sources]
 
 
 def _existing_file(path: Path) -> Path:

@@ -18,11 +18,12 @@ from typer.testing import CliRunner
 
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.tools_house import become, do, make_workshop, start_run
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.records.run.checkpoints import seal
 from toprope.records.run.metrics import last_rows
 from toprope.records.run.status import EventLog, Failure
 from toprope.settings.schema import Config
+from toprope.trajectories.datasets.store import DatasetStore
 
 
 @pytest.fixture
@@ -62,6 +63,23 @@ def test_runs_are_found_by_beginning_and_last_part(shop, ended):
     assert shown.exit_code == 0 and run_id in shown.stdout
     wrong = toprope("status", f"{run_id}x")
     assert f"Did you mean {run_id}?" in wrong.stderr and "`toprope runs`" in wrong.stderr
+
+
+def test_data_commands_find_runs_but_never_for_the_name_of_a_data_set(shop, ended, monkeypatch):
+    orders = []
+
+    def begin(home, order):
+        orders.append(order.order)
+        raise NotPossibleNow("It is not started here.")
+
+    monkeypatch.setattr("toprope.workbench.data.begin", begin)
+    for command in (["export"], ["build", "new"]):
+        toprope("data", *command, ended.run_id.rpartition("-")[2])
+    assert [order.runs for order in orders] == [[str(ended.path)]] * 2
+    inbox = DatasetStore(shop.home.datasets).inbox("sort")
+    inbox.parent.mkdir(parents=True)
+    inbox.touch()
+    assert "There is no run 'sort'" in toprope("data", "export", "sort").stderr and len(orders) == 2
 
 
 def test_status_prints_no_line_and_no_control_character_of_others(shop):
