@@ -1,10 +1,13 @@
-"""Shared by the commands: report errors, and open the owner's workshop."""
+"""Shared by the commands: report errors, open the owner's workshop, and name the program."""
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -69,3 +72,12 @@ def open_workshop() -> Iterator[Workshop]:
         from toprope_tools.workshop import Workshop
 
         yield Workshop.open()
+
+
+def program() -> str:
+    """This installation's `toprope` for a shell: its path, unless the shell finds it by name."""
+    script = Path(sys.executable).with_name("toprope")
+    if not script.exists():
+        return shlex.join([sys.executable, "-P", "-m", "toprope_server.cli"])
+    found = shutil.which("toprope")
+    return "toprope" if found is not None and script.samefile(found) else shlex.quote(str(script))

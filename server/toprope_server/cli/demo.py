@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from toprope_server.cli.context import program
 from toprope_server.cli.install import passed_on
 
 ENVIRONMENT = "reasoning_gym/spell_backward"
@@ -235,7 +236,9 @@ def main(report_file: str | None = None, changes: Mapping[str, Any] | None = Non
         return 2
     except KeyboardInterrupt:
         console.print(
-            "\nInterrupted. A run that was started continues; `toprope runs` lists it, `toprope stop` stops it."
+            f"\nInterrupted. A run that was started continues; `{program()} runs` lists it, `stop` stops it.",
+            markup=False,
+            soft_wrap=True,
         )
         return 130
     if report_file is not None:
@@ -243,6 +246,8 @@ def main(report_file: str | None = None, changes: Mapping[str, Any] | None = Non
     show(console, report)
     from toprope_server.cli.install import client_lines
 
+    console.print("\n[bold]To see runs in the browser:[/]")
+    console.print(f"{program()} dashboard", markup=False, soft_wrap=True)
     console.print("\n[bold]To give these tools to an agent:[/]")
     for line in client_lines():
         console.print(line, markup=False, soft_wrap=True)

@@ -21,6 +21,7 @@ from typing import Any
 from toprope.atomic import write_text
 from toprope.errors import InvalidValue, NotPossibleNow, visible
 from toprope_server.cli.clients.known import KNOWN, OTHER, Client, Places, Server, find_client
+from toprope_server.cli.context import program
 from toprope_server.mcp.roles import Role, role_of_arguments
 
 CLIENTS = tuple(KNOWN)
@@ -128,7 +129,7 @@ def client_lines() -> list[str]:
     server, shell = _server(None, None), shlex.join(server_command())
     variables = "".join(f"-e {shlex.quote(f'{name}={value}')} " for name, value in server.variables.items())
     return [
-        f"toprope install CLIENT writes it for: {', '.join(CLIENTS)}.",
+        f"{program()} install CLIENT writes it for: {', '.join(CLIENTS)}.",
         "",
         "Most clients, Claude Desktop among them (claude_desktop_config.json):",
         _usual_form(server),

@@ -7,9 +7,10 @@ import json
 import time
 
 import pytest
+from toprope_server.cli import demo
 from toprope_server.cli.app import build
 from toprope_server.cli.context import showing_work
-from toprope_server.cli.demo import evaluation_lines
+from toprope_server.cli.demo import DemoReport, evaluation_lines
 from toprope_server.cli.runs.follow import LogTail
 from toprope_server.cli.runs.naming import complete_component, complete_environment, complete_run, find_run
 from toprope_tools.answers.answer import sent
@@ -212,3 +213,20 @@ def test_demo_shows_the_evaluations_that_check_status_sends(shop):
     log.append("stall", what="Nothing happens.")
     [run] = sent(do(check_status, shop, run_ids=[folder.run_id]).data)["runs"]
     assert evaluation_lines(run) == ["evaluation after: accuracy 0.812"]
+
+
+def test_demo_ends_with_commands_that_the_shell_finds(monkeypatch, capsys, tmp_path):
+    async def run_demo(console, *, changes):
+        return DemoReport("r", {"rose": True}, {}, 0.1, 1.0)
+
+    script = tmp_path / "toprope"
+    script.touch(mode=0o755)
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    monkeypatch.setattr(demo, "show", lambda console, report: None)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    for path, name in (("/nowhere", script), (str(tmp_path), "toprope")):
+        monkeypatch.setenv("PATH", path)
+        assert demo.main() == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert f"{name} dashboard" in lines
+        assert [line for line in lines if line.startswith(f"{name} install CLIENT")]
