@@ -69,6 +69,31 @@ class F(t.OwnLoop): pass
     assert found_in(tmp_path, SETS)[0].decides_turns
 
 
+def test_discovery_finds_tool_environments_and_bases_of_files_beside(tmp_path: Path) -> None:
+    sdk = "from toprope.sdk.tooled import ToolEnvironment as T\n"
+    [shop] = found_in(tmp_path, f"{sdk}class Shop(T):\n    def tasks(self): ...\n", "shop.py")
+    assert (shop.name, shop.max_turns, shop.decides_turns, shop.problem) == ("shop", 10, True, "")
+    (tmp_path / "_base.py").write_text(
+        "from mine import X\nfrom toprope.sdk import Environment\nclass Base(Environment): max_turns = 7\n"
+        "class Deep(Base): max_turns = f()\n"
+    )
+    [x, y] = found_in(
+        tmp_path, "from _base import Base\nfrom ._base import Deep as D\nclass X(Base): ...\nclass Y(D): ...\n"
+    )
+    assert [(each.attribute, each.max_turns, each.problem) for each in (x, y)] == [("X", 7, ""), ("Y", None, "")]
+    assert found_in(tmp_path, "from _base import missing\nclass X(missing): ...\n") == []
+
+
+def test_class_with_tasks_and_an_unknown_base_is_a_problem(tmp_path: Path) -> None:
+    text = "from theirs import Base\nfrom toprope.sdk import Task\nclass X(Base):\n    def tasks(self): ...\n"
+    [found] = found_in(tmp_path, text)
+    assert (found.name, found.attribute, found.line) == ("mine", "", 3)
+    assert found.problem.startswith("X defines tasks(), but none of its bases is known") and ":3)" in found.problem
+    helpers = "from toprope.sdk import Task\nclass Row: ...\ndef read(): ...\nclass _X:\n    def tasks(self): ...\n"
+    assert found_in(tmp_path, helpers) == []
+    assert found_in(tmp_path, text.replace("toprope.sdk", "gym")) == []
+
+
 def test_discovery_ignores_other_libraries(tmp_path: Path) -> None:
     assert found_in(tmp_path, "from gym import Environment\nclass A(Environment): pass\n") == []
     assert found_in(tmp_path, "def helper(): pass\n") == []

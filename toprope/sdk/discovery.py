@@ -7,6 +7,7 @@ must not disturb it.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import os
 import re
@@ -38,7 +39,8 @@ _TRAINING_EXTRAS = (*TRAINING_PACKAGES, "liger", "quantization", "quality", "tes
 _METADATA = re.compile(r"^# /// script$(?P<block>(?:\n#(?: .*)?)*?)\n# ///$", re.MULTILINE)
 _NEEDS_TRL = re.compile(r"^(?:from|import)[ \t]+(?:trl\.|(?:torch|transformers|accelerate)\b)", re.MULTILINE)
 """Imports of TRL's rewards and of what comes with it; indented ones are those of a main function that trains."""
-_BASES = ("Environment", "OwnLoop")
+_BASES: dict[str, int | None] = {"Environment": 1, "OwnLoop": 1, "ToolEnvironment": 10}
+"""Base classes that this package offers, each with its `max_turns`."""
 _LARGEST = 4 << 20
 """Largest file in bytes: nobody writes more by hand, and its syntax tree takes a hundred times as much memory."""
 EARLIER = "earlier"
@@ -132,8 +134,10 @@ def name_of(text: str) -> str:
 def discover_file(file: Path) -> list[Found]:
     """The environments in one file.
 
-    A class is an environment if one of its bases is `Environment` or `OwnLoop` of this package, under any imported
-    name, or another environment of the file. Classes whose names begin with `_` are base classes and not listed.
+    A class is an environment if one of its bases is `Environment`, `OwnLoop` or `ToolEnvironment` of this package,
+    under any imported name, or another environment of the file or of a file that it imports from beside it. Classes
+    whose names begin with `_` are base classes and not listed. A file that imports this package and has none, but a
+    class that defines `tasks`, is listed with that problem.
     """
     try:
         tree = parse(file)
@@ -144,9 +148,16 @@ def discover_file(file: Path) -> list[Found]:
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         problem = f"{type(error).__name__}: {error} ({file})"
         return [_describe_unreadable(file, problem)]
-    classes = list(_environments(tree))
-    listed = [node for node in classes if not node.name.startswith("_")]
-    return [_describe_class(node, file, alone=len(listed) == 1) for node in listed]
+    classes = _environments(tree, file, {file: {}})
+    listed = [(node, turns) for node, turns in classes if not node.name.startswith("_")]
+    if not classes and (node := _underived(tree)) is not None:
+        problem = (
+            f"{node.name} defines tasks(), but none of its bases is known to be an environment: derive it from "
+            "Environment, OwnLoop or ToolEnvironment of toprope.sdk, or from a class of a file beside it "
+            f"({file}:{node.lineno})."
+        )
+        return [Found(file.stem, file, line=node.lineno, problem=problem, is_named_by_file=True)]
+    return [_describe_class(node, turns, file, alone=len(listed) == 1) for node, turns in listed]
 
 
 def _describe_unreadable(file: Path, problem: str, line: int = 1) -> Found:
@@ -216,36 +227,84 @@ def imports_in(tree: ast.Module) -> list[tuple[int, str]]:
     return imports
 
 
-def _environments(tree: ast.Module) -> Iterator[ast.ClassDef]:
-    ours = set(_BASES)
+def _environments(
+    tree: ast.Module, file: Path, read: dict[Path, dict[str, int | None]]
+) -> list[tuple[ast.ClassDef, int | None]]:
+    """The environments of a file, each with the `max_turns` that it inherits.
+
+    Args:
+        read: The result of `_beside` for files that were read already, since files may import each other.
+    """
+    ours = dict(_BASES)
     theirs: set[str] = set()
     for node in ast.walk(tree):  # authors import in `try`, too
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if alias.name in _BASES:
-                    local = alias.asname or alias.name
-                    from_us = (node.module or "").split(".")[0] == "toprope"
-                    (ours if from_us else theirs).add(local)
-    ours -= theirs
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and any(_is_environment(base, ours) for base in node.bases):
-            ours.add(node.name)
-            yield node
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        from_us = (node.module or "").split(".")[0] == "toprope"
+        known = _BASES if from_us else _beside(file, node, read)
+        for alias in node.names:
+            if alias.name in known:
+                ours[alias.asname or alias.name] = known[alias.name]
+            elif alias.name in _BASES:
+                theirs.add(alias.asname or alias.name)
+    ours = {name: turns for name, turns in ours.items() if name not in theirs}
+    found = []
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef):
+            inherited = [turns for base in statement.bases for turns in _turns_of(base, ours)]
+            if inherited:
+                found.append((statement, inherited[0]))
+                ours[statement.name] = _own_turns(statement, inherited[0])
+    return found
 
 
-def _is_environment(base: ast.expr, names: set[str]) -> bool:
+def _beside(file: Path, node: ast.ImportFrom, read: dict[Path, dict[str, int | None]]) -> dict[str, int | None]:
+    """The environments of the file from which a statement imports, by class name, each with its `max_turns`; empty if
+    that is not a file in the folder of `file` or below it."""
+    beside = file.parent.joinpath(*(node.module or "").split(".")).with_suffix(".py")
+    if node.level > 1 or not node.module or not os.path.isfile(beside):
+        return {}
+    if beside not in read:
+        read[beside] = {}
+        with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            classes = _environments(parse(beside), beside, read)
+            read[beside] = {found.name: _own_turns(found, inherited) for found, inherited in classes}
+    return read[beside]
+
+
+def _turns_of(base: ast.expr, names: dict[str, int | None]) -> list[int | None]:
+    """The `max_turns` of a base class; empty if it is not an environment."""
     if isinstance(base, ast.Name):
-        return base.id in names
-    return isinstance(base, ast.Attribute) and base.attr in _BASES
+        return [names[base.id]] if base.id in names else []
+    return [_BASES[base.attr]] if isinstance(base, ast.Attribute) and base.attr in _BASES else []
 
 
-def _describe_class(node: ast.ClassDef, file: Path, alone: bool) -> Found:
+def _own_turns(node: ast.ClassDef, inherited: int | None) -> int | None:
+    """The `max_turns` of a class; None if it is computed."""
+    assigned = {name: value for statement in node.body for name, value in assignments(statement)}
+    if "max_turns" not in assigned:
+        return inherited
+    turns = literal(assigned["max_turns"])
+    return turns if isinstance(turns, int) else None
+
+
+def _underived(tree: ast.Module) -> ast.ClassDef | None:
+    """The first class with tasks in a file that imports this package."""
+    if not any(name.split(".")[0] == "toprope" for level, name in imports_in(tree) if not level):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if "tasks" in (child.name for child in node.body if isinstance(child, ast.FunctionDef)):
+                return node
+    return None
+
+
+def _describe_class(node: ast.ClassDef, inherited: int | None, file: Path, alone: bool) -> Found:
     assigned = {name: value for statement in node.body for name, value in assignments(statement)}
     name = literal(assigned.get("name"))
     is_named_by_file = not isinstance(name, str) or not name
     if is_named_by_file:
         name = file.stem if alone else f"{file.stem}_{node.name.lower()}"
-    max_turns = literal(assigned.get("max_turns")) if "max_turns" in assigned else 1
     is_plain = all(ast.unparse(base).rpartition(".")[2] == "Environment" for base in node.bases)
     stored_attributes = (
         child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store)
@@ -265,7 +324,7 @@ def _describe_class(node: ast.ClassDef, file: Path, alone: bool) -> Found:
         attribute=node.name,
         line=node.lineno,
         description=first_line(ast.get_docstring(node)),
-        max_turns=max_turns if isinstance(max_turns, int) else None,
+        max_turns=_own_turns(node, inherited),
         decides_turns=decides_turns,
         tags=tuple(str(tag) for tag in tags) if isinstance(tags, list | tuple) else (),
         knobs=_knobs(node),

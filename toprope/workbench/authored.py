@@ -53,9 +53,10 @@ def declared(name: str, code: str) -> tuple[str, tuple[Found, ...]]:
         file = Path(place) / f"{module}.py"
         file.write_text(code, encoding="utf-8")
         environments = tuple(discover_file(file))
-    if not environments:
+    if not any(environment.attribute for environment in environments):
         raise InvalidValue(
-            "The file declares no environment: no class in it is derived from toprope.sdk.Environment.",
+            "The file declares no environment: no class in it is derived from Environment, OwnLoop or ToolEnvironment "
+            "of toprope.sdk.",
             hint="Begin with the template: toprope://docs/environment-template.",
         )
     return module, environments

@@ -81,6 +81,20 @@ def test_file_is_listed_by_its_adapter_and_interpreter(tmp_path: Path) -> None:
     assert (own.status, own.environment.interpreter) == ("ready", "/other/python")
 
 
+def test_file_with_an_unknown_base_is_broken_until_the_base_is_beside_it(tmp_path: Path) -> None:
+    reader, text = FileReader(lambda: []), "from toprope.sdk import Task\nfrom _base import Base\n"
+    (tmp_path / "shop.py").write_text(f"{text}class Shop(Base):\n    def tasks(self): ...\n")
+    source = FolderSource(tmp_path, "folder", reader, lambda: [])
+    [entry] = source.entries(Names())
+    assert (entry.name, entry.status) == ("shop", "broken") and "none of its bases is known" in entry.problem
+    (tmp_path / "_base.py").write_text("from toprope.sdk import Environment\nclass Base(Environment): ...\n")
+    [entry] = source.entries(Names())
+    assert (entry.name, entry.status, entry.problem) == ("shop", "ready", "")
+    theirs = [stub("alpha", declared=lambda file, tree: [Listed("a_task", f"{file}:a_task")])]
+    (tmp_path / "_base.py").unlink()
+    assert [entry.name for entry in folder_entries(tmp_path, theirs, [])] == ["a_task"]
+
+
 def test_equal_names_in_several_files_are_told_apart(tmp_path: Path) -> None:
     for name in ("One.py", "two.py", "two/two.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -160,8 +160,8 @@ def describe_outcome(outcome: Outcome, entries: Sequence[Entry]) -> str:
             "out. Add its folder of Python files instead, or ask its author."
         )
     return (
-        f"{text} No file in it follows the conventions of an ecosystem (docs/ecosystems.md) so far; list_environments "
-        "looks again at every call."
+        f"{text} No file in it has a class derived from an environment of toprope.sdk or follows the conventions of "
+        "an ecosystem (docs/ecosystems.md) so far; list_environments looks again at every call."
     )
 
 

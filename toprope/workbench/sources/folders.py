@@ -50,7 +50,9 @@ class FileReader:
         stamp = (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino)
         cached = self._cache.get(file)
         if cached is None or cached[0] != stamp:
-            cached = self._cache[file] = (stamp, self._parse(file))
+            cached = (stamp, self._parse(file))
+            if not any(environment.problem for environment in cached[1].ours):  # its base may come into another file
+                self._cache[file] = cached
         return cached[1]
 
     def read_whole(self, folder: Path) -> list[tuple[Adapter, Listed]]:
@@ -63,12 +65,12 @@ class FileReader:
 
     def _parse(self, file: Path) -> _Declarations:
         ours = tuple(discover_file(file))
-        if ours:  # SDK environments win over the conventions of other ecosystems.
+        if any(environment.attribute for environment in ours):  # They win over the conventions of other ecosystems.
             return _Declarations(ours)
         try:
             tree = parse(file)
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            return _Declarations(())
+            return _Declarations(ours)
         theirs, failures = [], []
         for adapter in self._adapters():
             if not adapter.reads_files:
@@ -77,7 +79,7 @@ class FileReader:
                 theirs += [(adapter, listed) for listed in adapter.declared(file, tree)]
             except Exception as error:  # An error of one adapter must not hide other environments.
                 failures.append(f"The adapter {adapter.name} cannot read {file}: {type(error).__name__}: {error}")
-        return _Declarations((), tuple(theirs), tuple(failures))
+        return _Declarations(() if theirs else ours, tuple(theirs), tuple(failures))
 
 
 class FolderSource:

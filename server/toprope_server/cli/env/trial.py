@@ -237,7 +237,9 @@ def _find_entry(workshop: Workshop, name: str) -> Entry:
         names = ", ".join(entry.name for entry in entries)
         raise InvalidValue(
             f"{path} declares {plural(len(entries), 'environment')}{f': {names}' if names else ''}.",
-            hint="Put it into one of your environment folders and name one; see docs/environments.md.",
+            hint="Put it into one of your environment folders and name one; see docs/environments.md."
+            if entries
+            else "Derive a class from Environment, OwnLoop or ToolEnvironment of toprope.sdk (docs/environments.md).",
         )
     return entries[0]
 
