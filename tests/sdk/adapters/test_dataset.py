@@ -67,6 +67,27 @@ def test_dataset_formats_give_same_tasks(tmp_path: Path, kind: str) -> None:
     assert scored(environment, tasks[13], "no idea").parts == {"correct": 0.0, "parsed": 0.0}
 
 
+def test_row_with_a_stray_quote_is_named(tmp_path: Path) -> None:
+    rows = [f"q{n},{n}" for n in range(40)]
+    for stray, line in (('"q10,10', 12), ('q10,"10', 12), ('"q10" x,10', 12)):
+        (tmp_path / "stray.csv").write_text("\n".join(["prompt,answer", *rows[:10], stray, *rows[11:]]) + "\n")
+        with pytest.raises(InvalidRequest, match=rf"stray\.csv, line {line}: a quote is never closed"):
+            list(opened(tmp_path, path="stray.csv").tasks())
+    (tmp_path / "stray.csv").write_text("prompt,answer\n" + '"a ""b""\nc",1\n' + "it's 5\" long,2\n")
+    prompts = [task.messages[0]["content"] for task in opened(tmp_path, path="stray.csv").tasks()]
+    assert prompts == ['a "b"\nc', "it's 5\" long"]
+
+
+def test_rows_that_are_left_out_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gaps.csv").write_text("prompt,answer\na,1\nb,\n,3\nd\n")
+    assert len(list(opened(tmp_path, path="gaps.csv").tasks())) == 1
+    said = "3 of 4 rows of gaps.csv are left out, because the prompt or the reference (answer) is empty there"
+    assert capsys.readouterr().err == f"[toprope] {said}\n"
+    (tmp_path / "gaps.csv").write_text("prompt,answer\na,\n")
+    with pytest.raises(InvalidRequest, match="1 of 1 rows of gaps.csv are left out"):
+        list(opened(tmp_path, path="gaps.csv").tasks())
+
+
 def test_judged_questions_need_no_reference(tmp_path: Path) -> None:
     (tmp_path / "topics.csv").write_text("topic,answer\n" + "".join(f"a poem on {n},\n" for n in range(3)))
     environment = opened(tmp_path, path="topics.csv", prompt="Write {topic}.", scorer="judge", reference="none such")

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from toprope.sdk.adapters._shared import rows as _rows
 from toprope.sdk.adapters._shared.user_files import parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import describe_knobs, knob, make_knobs, nearest
-from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.errors import OURS, InvalidRequest, LoadError
 
 __all__ = ["DESCRIPTION", "Dataset", "knob_names", "make"]
 
@@ -106,6 +107,7 @@ class Dataset(Environment):
                 f"{self.name} has no data yet: set its knob path. {self._describe_files()} select_environment(name="
                 f'"{self.name}", knobs={{"path": ...}}) makes a draft with one.'
             )
+        number = skipped = 0
         for number, row in enumerate(self._rows(), 1):
             options = self._options(row, number)
             prompt = self._fill_in(knobs.prompt, row, number)
@@ -113,7 +115,8 @@ class Dataset(Environment):
                 prompt += "\n" + "\n".join(f"{chr(65 + place)}. {option}" for place, option in enumerate(options))
             reference = None if self._is_judged else self._value(knobs.reference, row, number)
             if not prompt.strip() or (reference in (None, "") and not self._is_judged):
-                continue  # A row without a question, or without an answer to compare with, teaches nothing.
+                skipped += 1  # A row without a question, or without an answer to compare with, teaches nothing.
+                continue
             system = [{"role": "system", "content": knobs.system}] if knobs.system else []
             messages: Messages = [*system, {"role": "user", "content": prompt}]
             yield Task(
@@ -122,6 +125,12 @@ class Dataset(Environment):
                 data={"reference": reference, "options": options},
                 source=json.dumps(row, sort_keys=True, ensure_ascii=False, default=str),
             )
+        if skipped:
+            lacks = "prompt" if self._is_judged else f"prompt or the reference ({knobs.reference})"
+            empty = f"{skipped} of {number} rows of {knobs.path} are left out, because the {lacks} is empty there"
+            if skipped == number:
+                raise InvalidRequest(f"{empty}.")
+            print(f"{OURS}{empty}", file=sys.stderr, flush=True)
 
     def score(self) -> dict[str, float]:
         if self._is_judged:

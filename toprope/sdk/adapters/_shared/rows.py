@@ -152,13 +152,21 @@ def _json_lines(file: Path) -> Iterator[Any]:
 def _csv(file: Path) -> Iterator[Any]:
     csv.field_size_limit(_LONGEST_CELL)
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+        # Without `strict`, a quote that is never closed takes the rest of the file into one cell.
+        reader = csv.DictReader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+        began = 1
         try:
             for row in reader:
+                began = reader.line_num + 1
                 if None in row:
                     raise InvalidRequest(f"{file.name}, line {reader.line_num}: more cells than the header has.")
                 yield row
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
+            why = str(error)
+            if "unexpected end" in why or "expected after" in why:
+                why = "a quote is never closed, or a quote within a quoted cell is not doubled"
+            raise InvalidRequest(f"{file.name}, line {began}: {why}.") from None
+        except UnicodeDecodeError as error:
             raise InvalidRequest(f"{file.name}, line {reader.line_num}: {error}.") from None
 
 
