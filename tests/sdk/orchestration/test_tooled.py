@@ -288,7 +288,10 @@ def test_tool_costs_can_be_weighted() -> None:
     rollout.begin()
     rollout.advance(call("look_up", '{"name": "apple"}'))
     outcome = rollout.advance("4").outcome
-    assert outcome is not None and outcome.reward == pytest.approx(0.5)
+    assert outcome is not None and outcome.reward == pytest.approx(0.5) and outcome.success
+    wrong = Rollout(environment, next(iter(environment.tasks())))
+    wrong.begin()
+    assert (turn := wrong.advance("5")).outcome is not None and not turn.outcome.success
     assert play(Shop, ["4"]).reward == 1.0
     other = copy_for(environment, next(iter(environment.tasks())))
     assert other.toolbox.tools["convert"] is environment.toolbox.tools["convert"]

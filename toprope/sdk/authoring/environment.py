@@ -271,8 +271,16 @@ class Environment:
         return None if self.task.reference is None else str(self.task.reference)
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        """Return True if the rollout counts as solved; by default, if it has the highest possible reward."""
-        return reward >= Scoring(self.parts).max_reward - _TOLERANCE
+        """Return True if the rollout counts as solved; by default, if it has the highest possible reward.
+
+        What is measured, such as the cost of tools, does not count then, unless the weights reward nothing else.
+        """
+        measured = self.measured()
+        judged = Scoring({name: part for name, part in self.parts.items() if name not in measured})
+        if not measured or judged.max_reward == judged.min_reward:
+            return reward >= Scoring(self.parts).max_reward - _TOLERANCE
+        costs = sum(part.weight * parts[name] for name, part in self.parts.items() if name in measured)
+        return reward - costs >= judged.max_reward - _TOLERANCE
 
 
 class Scoring:
