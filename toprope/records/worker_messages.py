@@ -58,6 +58,8 @@ class Card(msgspec.Struct):
     """True if the reference answers were inferred from the names of columns."""
     own_loop: bool = False
     """True if the environment samples its rollouts itself, against an OpenAI endpoint."""
+    grouped: bool = False
+    """True if it scores the rollouts of a group together."""
     takes_turns: bool = False
     """True if rollouts that sample themselves may wait for each other."""
     call_s: float = 0.0

@@ -62,6 +62,18 @@ def test_constant_reward_refuses_if_right_answer_was_tried() -> None:
     assert named(seen_with(*played, max_turns=6))["never_varies"] == "critical"
 
 
+def test_lone_answers_of_a_grouped_environment_refuse_nothing() -> None:
+    same = [Scored(task, kind, 0.0) for task in range(2) for kind in ("reference", "empty", "junk")]
+    [finding] = [one for one in judge(seen_with(*same, grouped=True)) if one.rule == "never_varies"]
+    assert (finding.level, finding.refuses) == ("warning", False) and "none could be tried" in finding.what
+    assert named(seen_with(*same, grouped=True, together={0: [0.0, 0.0]}))["never_varies"] == "critical"
+    half = [replace(score, reward=0.5) for score in same if score.kind != "reference"]  # the middle of its group
+    compared = seen_with(*half, grouped=True, together={0: [1.0, 0.0]})
+    assert named(compared) == {"no_reference": "warning"}
+    solved = seen_with(*half, Scored(0, "other", 0.5, success=True), grouped=True, together={0: [1.0, 0.0]})
+    assert "no_reference" not in named(solved)
+
+
 def test_guessed_references_refuse_nothing() -> None:
     """The scorer may require another form of the answer (boxed, in tags), so this is a warning at most."""
     same = [Scored(task, kind, 0.0) for task in range(2) for kind in ("reference", "empty", "junk")]

@@ -86,6 +86,19 @@ def test_constant_reward_is_refused_without_unchecked_reason(tmp_path: Path, cod
     tried(tmp_path, code, unchecked_reason="a control run")
 
 
+def test_ranking_of_a_group_is_tried_as_a_group(tmp_path: Path) -> None:
+    ranks = (
+        "    def score_group(self, rollouts):\n"
+        "        right = [one.answer == self.task.reference for one in rollouts]\n"
+        "        return [float(mine and not all(right)) for mine in right]\n"
+    )
+    assert tried(tmp_path, ranks)[0] == []
+    with pytest.raises(ComponentFailed, match="cannot teach anything"):
+        tried(tmp_path, "    def score_group(self, rollouts): return [0.5 for _ in rollouts]\n")
+    with pytest.raises(ComponentFailed, match="cannot teach anything"):
+        tried(tmp_path, "    def score_group(self, rollouts): raise ValueError('always')\n")
+
+
 def test_unknown_reference_is_not_refused(tmp_path: Path) -> None:
     unknown = "        for n in range(60): yield Task(f'Ask {n}')\n    def score(self): return 0.0\n"
     tried(tmp_path, "    def tasks(self):\n" + unknown)

@@ -18,7 +18,7 @@ from toprope.errors import EnvironmentFailed, NotFound, NotPossibleNow
 from toprope.records.run.specification import EnvironmentSource
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.catalog.check import CheckReport, check
-from toprope.workbench.catalog.describe import WorkerOptions
+from toprope.workbench.catalog.describe import Describer, WorkerOptions
 
 Children = Callable[[], set[int]]
 
@@ -94,6 +94,24 @@ def test_first_task_may_take_longer_than_a_call_and_is_not_made_again_for_compar
 def test_check_names_the_rule_of_each_defect(tmp_path: Path, code: str, rule: str) -> None:
     report = checked(tmp_path, code)
     assert rule in flags(report), report.findings
+
+
+COMPARES = """    parts = {"score": Part(low=-1)}
+    def score_group(self, rollouts):
+        right = [float(one.answer.strip() == self.task.reference) for one in rollouts]
+        return [mine - sum(right) / len(right) for mine in right]
+"""
+SUCCEEDS = "    def success(self, parts, reward): return self.answer.strip() == self.task.reference\n"
+
+
+def test_answers_that_are_compared_are_scored_as_a_group(tmp_path: Path) -> None:
+    report = checked(tmp_path, COMPARES + SUCCEEDS)
+    assert report.seen.compared and not flags(report), report.findings
+    [finding] = [one for one in checked(tmp_path, COMPARES).findings if one.level != "note"]
+    assert (finding.rule, finding.level, finding.refuses) == ("reference_fails", "warning", False)
+    assert "scored alone" in finding.what and "success()" in finding.next
+    shown = asyncio.run(Describer(tmp_path / "none").describe(Catalog([tmp_path]).find("mine"), examples=1))
+    assert any("evaluations score each answer alone" in remark for remark in shown.remarks), shown.remarks
 
 
 def test_check_advises_users_of_code_that_others_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

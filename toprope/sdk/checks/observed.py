@@ -8,7 +8,10 @@ from typing import Any, Literal
 
 from toprope.sdk.errors import shortened
 
-__all__ = ["Again", "Ended", "Observed", "Scored", "SplitSeen", "TaskSeen"]
+__all__ = ["TOLERANCE", "Again", "Ended", "Observed", "Scored", "SplitSeen", "TaskSeen"]
+
+TOLERANCE = 1e-6
+"""Difference up to which two rewards count as equal."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class Observed:
     min_reward: float = 0.0
     max_turns: int = 1
     own_loop: bool = False
+    grouped: bool = False
+    """True if it scores the rollouts of a group together, so a lone answer may always earn the same."""
     guessed: bool = False
     """True if the references were guessed from a column."""
     foreign: bool = False
@@ -100,6 +105,8 @@ class Observed:
     tasks_s: float | None = None
     """Mean seconds to generate a task."""
     scores: list[Scored] = field(default_factory=list)
+    together: dict[int, list[float]] = field(default_factory=dict)
+    """Rewards of answers scored as one group, by index of the task; tried where lone answers earned the same."""
     tried: int = 0
     """Training tasks on which answers were tried."""
     ended: list[Ended] = field(default_factory=list)
@@ -123,7 +130,13 @@ class Observed:
         """Take over what the worker's card of the environment says."""
         self.max_reward, self.min_reward = card.max_reward, card.min_reward
         self.max_turns, self.own_loop = card.max_turns, card.own_loop
+        self.grouped = card.grouped
         self.guessed, self.foreign = card.guessed_reference, foreign
+
+    @property
+    def compared(self) -> bool:
+        """True if answers to a task earn different rewards as one group, after each earned the same alone."""
+        return any(max(rewards) - min(rewards) > TOLERANCE for rewards in self.together.values())
 
     def of(self, *kinds: str) -> list[Scored]:
         """Return the scored answers of these kinds."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from toprope.sdk.authoring.env_managed import REWARD_ERRORS
 from toprope.sdk.checks.answers import Probe, probes
-from toprope.sdk.checks.observed import Ended, Observed, Scored, SplitSeen, TaskSeen
+from toprope.sdk.checks.observed import TOLERANCE, Ended, Observed, Scored, SplitSeen, TaskSeen
 from toprope.sdk.errors import OURS, WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.worker.client import WorkerClient
 
@@ -26,7 +26,6 @@ _TWICE = ("reference", "junk", "empty", "near_miss")
 """Kinds that are scored twice."""
 _TELLING = ("reference", "empty", "junk", "other", "letters", "echo")
 """Kinds of which two usually show that rewards vary."""
-_TOLERANCE = 1e-6
 _LONGEST_SAID = 300
 
 
@@ -148,6 +147,8 @@ class Trial:
                     return
                 await self._try(number, probe)
             await self._solve(number)
+            if not self._rewards_vary(number):
+                await self._try_together(number, plan)
             self.seen.tried = number + 1
 
     async def varies(self, tasks: int) -> bool:
@@ -160,6 +161,7 @@ class Trial:
                 if self._rewards_vary(number):
                     return True
             await self._solve(number)
+            await self._try_together(number, plan)
             self.seen.tried = number + 1
             if self._rewards_vary(number):
                 return True
@@ -177,8 +179,10 @@ class Trial:
         ]
 
     def _rewards_vary(self, number: int) -> bool:
-        rewards = [score.reward for score in self.seen.scores if score.task == number]
-        return bool(rewards) and max(rewards) - min(rewards) > _TOLERANCE
+        alone = [score.reward for score in self.seen.scores if score.task == number]
+        return any(
+            max(rewards) - min(rewards) > TOLERANCE for rewards in (alone, self.seen.together.get(number)) if rewards
+        )
 
     async def score(self, split: str, index: int, answer: str, doing: str) -> dict[str, Any] | None:
         """Score one answer; None without an outcome. Exceptions before scoring count as errors."""
@@ -217,6 +221,27 @@ class Trial:
             if second_outcome is not None and not second_outcome["error"]:
                 scored = replace(scored, again=float(second_outcome["reward"]))
         self.seen.scores.append(scored)
+
+    async def _try_together(self, number: int, plan: Sequence[Probe]) -> None:
+        """Score the telling answers to a task as one group, if the environment scores groups."""
+        texts = [probe.text for probe in plan if probe.kind in _TELLING and probe.kind not in self._spoiled]
+        if not self.seen.grouped or self.late:
+            return
+        try:
+            begun = await self._ask("score group", "begin", raises=True, split="train", index=number, count=len(texts))
+            if begun is None:
+                return
+            moves = [list(move) for move in zip(begun["rollouts"], texts, strict=True)]
+            turns = await self._ask("score group", "advance", raises=True, moves=moves)
+            if turns is None:
+                return
+            running = [handle for (handle, _), turn in zip(moves, turns, strict=True) if not turn["done"]]
+            if running:  # the environment has several turns
+                await self._ask("score group", "discard", raises=True, rollouts=begun["rollouts"])
+                return
+        except WorkerError:
+            return
+        self.seen.together[number] = [float(turn["outcome"]["reward"]) for turn in turns]
 
     async def _solve(self, number: int) -> None:
         """Let the environment's own solver do a task that may need several answers."""

@@ -7,20 +7,21 @@ import statistics
 from collections import Counter
 
 from toprope.sdk.checks.answers import WORTHLESS
-from toprope.sdk.checks.observed import ASKED, Finding, Level, Observed, Scored, cut
+from toprope.sdk.checks.observed import ASKED, TOLERANCE, Finding, Level, Observed, Scored, cut
 
-__all__ = ["SCORING"]
+__all__ = ["MEASURE_ALONE", "SCORING"]
 
 _FULL = 0.95
 """Share of the highest reward that counts as full reward."""
 _MUCH, _SOME = 0.2, 0.05
 _OFTEN = 0.25
 """Share of tasks above which success of a wrong answer is not chance."""
-_TOLERANCE = 1e-6
 _CHANCE = 0.05
 """Probability from which wins of one answer to all tasks are chance."""
 _ENOUGH = 12
 """Right answers whose frequencies are known."""
+MEASURE_ALONE = "evaluations score each answer alone: let success() judge by a part that does not compare answers"
+"""Advice for an environment whose rewards compare the answers of a group."""
 
 
 def never_varies(seen: Observed) -> Finding | None:
@@ -29,7 +30,9 @@ def never_varies(seen: Observed) -> Finding | None:
     for score in seen.scores:
         by_task.setdefault(score.task, []).append(score)
     rewards = [[score.reward for score in scores] for scores in by_task.values() if len(scores) > 1]
-    if not rewards or any(max(task_rewards) - min(task_rewards) > _TOLERANCE for task_rewards in rewards):
+    if not rewards or any(max(task_rewards) - min(task_rewards) > TOLERANCE for task_rewards in rewards):
+        return None
+    if seen.compared:
         return None
     right = [score for score in seen.scores if score.kind in ("reference", "solver")]
     all_raised = all(score.error for score in seen.scores)
@@ -37,19 +40,29 @@ def never_varies(seen: Observed) -> Finding | None:
     observed = {"reward": value, "answers": len(seen.scores), "tasks": len(rewards)}
     threshold = "some answers to a task earn more than others"
     answers = f"{len(seen.scores)} answers to {len(rewards)} tasks"
+    may_compare = seen.own_loop or (seen.grouped and not seen.together)
     if all_raised:
         # Environments that manage rollouts may need a group to compare (Atropos), or more than a fixed answer.
-        how = ", each tried alone with a fixed answer" if seen.own_loop else ""
+        how = ", each tried alone with a fixed answer" if may_compare else ""
         return Finding(
             "never_varies",
-            "warning" if seen.own_loop else "critical",
+            "warning" if may_compare else "critical",
             f"Scoring raises on every one of {answers}{how}: {cut(seen.scores[0].error)}",
             threshold,
             "use test_inference to see if rollouts of the policy fail as well"
-            if seen.own_loop
+            if may_compare
             else seen.advice("fix score()", ASKED),
             observed,
-            refuses=not seen.own_loop,
+            refuses=not may_compare,
+        )
+    if seen.grouped and not seen.together:
+        return Finding(
+            "never_varies",
+            "warning",
+            f"{answers}, each scored alone, all get the reward {value:g}. It scores groups, and none could be tried.",
+            threshold,
+            "use test_inference to see if rewards vary within a group",
+            observed,
         )
     tried = any(score.kind == "solver" for score in right) or seen.max_turns == 1
     if right and seen.guessed and seen.share(value) < _FULL:
@@ -100,7 +113,7 @@ def reference_fails(seen: Observed) -> Finding | None:
             best[score.task] = score
     if not best:
         return None
-    failing = [score for score in best.values() if not (score.success or seen.share(score.reward) >= 1 - _TOLERANCE)]
+    failing = [score for score in best.values() if not (score.success or _share(seen, score) >= 1 - TOLERANCE)]
     if not failing:
         return None
     share = len(failing) / len(best)
@@ -110,16 +123,21 @@ def reference_fails(seen: Observed) -> Finding | None:
     level: Level = "critical" if share >= 0.5 else "warning"
     if played and not raised:
         level = "note"  # The reference of a game is seldom a single answer.
+    elif seen.compared:
+        level = "warning"  # It can be trained, but not measured.
     elif seen.guessed and not raised:
         level = "warning"  # The scorer may expect another form.
     how = f"scoring it raises: {cut(raised)}" if raised else f"it gets at most {highest:g} of {seen.max_reward:g}"
+    alone = ", scored alone," if seen.compared else ""
     return Finding(
         "reference_fails",
         level,
-        f"The right answer to {len(failing)} of {len(best)} tasks does not succeed: {how}.",
+        f"The right answer to {len(failing)} of {len(best)} tasks{alone} does not succeed: {how}.",
         "the reference, or the answers of solve(), succeed or get the highest reward",
         seen.advice(
-            "implement solve() to show that the task can be done"
+            MEASURE_ALONE
+            if seen.compared
+            else "implement solve() to show that the task can be done"
             if played
             else "fix score() or the references; if the reference is not an answer, implement solve()",
             "use test_inference to see if a policy succeeds; if not, set other knobs, tell its author, or choose "
@@ -133,9 +151,18 @@ def no_reference(seen: Observed) -> Finding | None:
     """No right answer is known, and no tried answer earned half of the highest reward."""
     if not seen.scores or seen.of("reference", "solver"):
         return None
-    best = max(seen.share(score.reward) for score in seen.scores)
-    if best >= 0.5:
+    best = max(_share(seen, score) for score in seen.scores)
+    if best >= 0.5 or (seen.compared and any(score.success for score in seen.scores)):
         return None
+    if seen.compared:
+        return Finding(
+            "no_reference",
+            "warning",
+            f"No right answer is known, and none of {len(seen.scores)} answers, each scored alone, succeeds.",
+            "an answer can succeed alone",
+            seen.advice(MEASURE_ALONE, "use test_inference to see if a policy succeeds"),
+            {"answers": len(seen.scores)},
+        )
     return Finding(
         "no_reference",
         "warning" if seen.max_turns == 1 else "note",
@@ -159,9 +186,9 @@ def junk_rewarded(seen: Observed) -> Finding | None:
         del by_kind["echo"]
     if not by_kind:
         return None
-    means = {kind: statistics.fmean(seen.share(score.reward) for score in scores) for kind, scores in by_kind.items()}
+    means = {kind: statistics.fmean(_share(seen, score) for score in scores) for kind, scores in by_kind.items()}
     wins = {
-        kind: sum(score.success or seen.share(score.reward) >= _FULL for score in scores) / len(scores)
+        kind: sum(score.success or _share(seen, score) >= _FULL for score in scores) / len(scores)
         for kind, scores in by_kind.items()
     }
     worst = max(means, key=lambda kind: (wins[kind], means[kind]))
@@ -196,7 +223,7 @@ def wrong_rewarded(seen: Observed) -> Finding | None:
         ("several", "the right answer between two others"),
     ):
         scores = seen.of(kind)
-        wins = [score for score in scores if score.success or seen.share(score.reward) >= 1 - _TOLERANCE]
+        wins = [score for score in scores if score.success or _share(seen, score) >= 1 - TOLERANCE]
         if not wins:
             continue
         share = len(wins) / len(scores)
@@ -227,7 +254,7 @@ def lenient(seen: Observed) -> Finding | None:
     for kind in ("first_word", "appended"):
         scores = seen.of(kind)
         if scores:
-            share = sum(score.success or seen.share(score.reward) >= 1 - _TOLERANCE for score in scores) / len(scores)
+            share = sum(score.success or _share(seen, score) >= 1 - TOLERANCE for score in scores) / len(scores)
             if share >= 0.5:
                 shares[kind] = round(share, 3)
     if not shares:
@@ -306,7 +333,7 @@ def score_changes(seen: Observed) -> Finding | None:
     """The same answer gets different rewards when scored twice."""
     scored_twice = [score for score in seen.scores if score.again is not None]
     changed = [
-        score for score in scored_twice if score.again is not None and abs(score.again - score.reward) > _TOLERANCE
+        score for score in scored_twice if score.again is not None and abs(score.again - score.reward) > TOLERANCE
     ]
     if not changed:
         return None
@@ -323,6 +350,11 @@ def score_changes(seen: Observed) -> Finding | None:
         ),
         {"changed": len(changed), "twice": len(scored_twice), "largest_share": round(largest, 3)},
     )
+
+
+def _share(seen: Observed, score: Scored) -> float:
+    """An answer's reward as a share of the highest; 0 if only the comparison with others would give it one."""
+    return 0.0 if seen.compared else seen.share(score.reward)
 
 
 def _is_chance(seen: Observed, scores: list[Scored]) -> bool:

@@ -415,6 +415,7 @@ def _card(
         "max_reward": Scoring(parts).max_reward,
         "tags": list(environment.tags),
         "own_loop": isinstance(environment, OwnLoop),
+        "grouped": grouped(environment),
         "takes_turns": isinstance(environment, OwnLoop) and environment.takes_turns,
         "call_s": environment.call_s,
         "tool_s": tool_s,

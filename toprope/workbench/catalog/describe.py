@@ -18,6 +18,7 @@ from toprope.records.journal.groups import Outcome
 from toprope.records.walls import Walls
 from toprope.records.worker_messages import Card, SplitSize, TaskView
 from toprope.sdk.checks.answers import JUNK, near_miss
+from toprope.sdk.checks.scoring import MEASURE_ALONE
 from toprope.sdk.errors import OURS, WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.wall.paths import folders_above
 from toprope.sdk.wall.plan import Network
@@ -313,7 +314,8 @@ def _remarks(card: Card, examples: Sequence[Example], sizes: Mapping[str, SplitS
             remarks.append(f"Scoring the {label} answer raises: {errors[0]} (such a rollout earns at most 0).")
         elif label == "reference" and not all(outcome.success for outcome in outcomes):
             best = max(outcome.reward for outcome in outcomes)
-            remarks.append(f"The reference answer does not succeed everywhere (best reward {best:g}).")
+            alone = f" It scores groups, and {MEASURE_ALONE}." if card.grouped else ""
+            remarks.append(f"The reference answer does not succeed everywhere (best reward {best:g}).{alone}")
         elif label != "reference" and any(outcome.success for outcome in outcomes):
             remarks.append(f"An answer that is {label} succeeds: the scorer can be fooled.")
         elif label != "reference" and any(outcome.reward > 0 for outcome in outcomes):
