@@ -422,6 +422,10 @@ def found(rule: str, settings: Config, **series: Callable[[int], Any] | float | 
     return [one for one in diagnose(healthy(**series), settings) if one.rule == rule]
 
 
+def certain_later(row: int) -> float:
+    return 0.5 if row < 40 else 0.001
+
+
 @pytest.mark.parametrize("rule, spread", [("constant_reward", 0.0), ("scorer_ignores_answers", 0.2)])
 def test_scorer_that_told_answers_apart_is_not_accused(rule: str, spread: float) -> None:
     def since(first: int) -> dict[str, Callable[[int], Any]]:
@@ -432,6 +436,7 @@ def test_scorer_that_told_answers_apart_is_not_accused(rule: str, spread: float)
     [later] = found(rule, config(), **since(40))
     assert later.level == "warning" and "at the start" in later.what and "fix" not in later.next
     assert found(rule, config(), **since(0), entropy=0.001) == []
+    assert [one.level for one in found(rule, config(), **since(0), entropy=certain_later)] == ["critical"], "it lasts"
 
 
 def test_fields_are_not_blamed_where_no_task_is_ever_solved() -> None:

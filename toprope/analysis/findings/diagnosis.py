@@ -180,6 +180,9 @@ class Diagnosis:
             if symptom is None and state.reported is None:
                 state.rising = 0
                 continue
+            if symptom is None and rule.lasts(history):
+                state.rising = state.quiet = 0
+                continue
             if rule.id == FAR_FROM_PRESET.id and symptom is not None and not self._names_more(symptom):
                 symptom = None
             finding = self._judge(rule, state, symptom)

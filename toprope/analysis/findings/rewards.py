@@ -34,9 +34,7 @@ def scorer_errors(history: TrainingHistory) -> Symptom | None:
 
 def constant_reward(history: TrainingHistory) -> Symptom | None:
     """Every rollout gets the same reward, neither that of a wrong nor of a right answer."""
-    if not _lasting(history, _OTHER, 0.95) or history["reward_std"].mean is None:
-        return None
-    if history.recent("reward_std") > 1e-9 or _answers_alike(history):
+    if not _all_equal(history) or _answers_alike(history):
         return None
     reward = history.recent("reward")
     if _differed(history):
@@ -52,7 +50,7 @@ def constant_reward(history: TrainingHistory) -> Symptom | None:
 
 def scorer_ignores_answers(history: TrainingHistory) -> Symptom | None:
     """Rewards differ between tasks but never within a group: the scorer looks at the task alone."""
-    if not _lasting(history, _OTHER, 0.9) or history.recent("reward_std") <= 1e-9 or _answers_alike(history):
+    if not _equal_by_task(history) or _answers_alike(history):
         return None
     if _differed(history):
         return _no_longer(history, "answers to the same task always get the same reward by now")
@@ -63,6 +61,17 @@ def scorer_ignores_answers(history: TrainingHistory) -> Symptom | None:
         "test_inference shows answers with their scores; fix the environment's score(), then start_training again",
         "high",
     )
+
+
+def _all_equal(history: TrainingHistory) -> bool:
+    """Return True if all rewards of the window are equal, and neither those of wrong nor of right answers."""
+    spread = history["reward_std"].mean
+    return _lasting(history, _OTHER, 0.95) and spread is not None and spread <= 1e-9
+
+
+def _equal_by_task(history: TrainingHistory) -> bool:
+    """Return True if rewards differ between tasks, but not within groups."""
+    return _lasting(history, _OTHER, 0.9) and history.recent("reward_std") > 1e-9
 
 
 def _answers_alike(history: TrainingHistory) -> bool:
@@ -201,12 +210,19 @@ _RLDOCTOR = "rldoctor's limits for zero-std groups (0.5, 0.75), raised to what h
 
 REWARDS: tuple[Rule, ...] = (
     Rule("scorer_errors", scorer_errors, "errors in 5 % of rollouts: warning, 25 %: critical", MEASURED),
-    Rule("constant_reward", constant_reward, "all rewards equal over a whole window, neither 0 nor right", MEASURED),
+    Rule(
+        "constant_reward",
+        constant_reward,
+        "all rewards equal over a whole window, neither 0 nor right",
+        MEASURED,
+        lasts=_all_equal,
+    ),
     Rule(
         "scorer_ignores_answers",
         scorer_ignores_answers,
         "90 % of groups without spread in every row of a window, rewards of tasks differ",
         MEASURED,
+        lasts=_equal_by_task,
     ),
     Rule("all_wrong", all_wrong, "90 % of groups all wrong from the first window on; critical: 99 %", _RLDOCTOR),
     Rule("all_right", all_right, "90 % of groups all right; a warning where 75 % were at the start", _RLDOCTOR),

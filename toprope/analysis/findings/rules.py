@@ -44,6 +44,8 @@ class Rule:
     source: str
     patience: int = 5
     """Consecutive rows that a level must hold before it is reported; fewer for short runs."""
+    lasts: Callable[[TrainingHistory], bool] = lambda history: False
+    """Returns True if a reported finding goes on although `look` would not report it now."""
 
 
 def share(value: float | None) -> str:
