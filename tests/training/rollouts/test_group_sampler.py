@@ -24,6 +24,7 @@ from toprope.training.evaluation.evaluator import (
     summarize_test,
 )
 from toprope.training.inference.sessions import Turn
+from toprope.training.judges.questions import NO_SCORE
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
 from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
@@ -260,12 +261,19 @@ def test_an_answer_whose_judge_failed_counts_nowhere(error: str) -> None:
     assert scores_by_task([replace(groups[0], outcomes=[Outcome(-0.5), raised])]) == [[-0.5]]
 
 
-def test_evaluation_without_any_verdict_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("why", "told", "hint"),
+    [
+        ("busy", "its text is sealed", "Once the judge answers again"),
+        (NO_SCORE, f"{NO_SCORE}; the rest is sealed", "reword its rubric"),
+    ],
+)
+def test_evaluation_without_any_verdict_fails(tmp_path: Path, why: str, told: str, hint: str) -> None:
     """The judge is away: neither 0 % nor nothing would be the policy's accuracy."""
 
     class Unjudging:
         async def judge(self, group: SampledGroup, *_: Any) -> SampledGroup:
-            return replace(group, outcomes=[Outcome(0.0, error="JudgeFailed: style: busy") for _ in group.outcomes])
+            return replace(group, outcomes=[Outcome(0.0, error=f"JudgeFailed: style: {why}") for _ in group.outcomes])
 
     async def work(sampler: GroupSampler, link: EnvironmentWorker) -> None:
         sampler.judges = Unjudging()  # type: ignore[assignment]
@@ -274,8 +282,10 @@ def test_evaluation_without_any_verdict_fails(tmp_path: Path) -> None:
         )
         await evaluator.evaluate_heldout("before", 3, 0, greedy=False)
 
-    with pytest.raises(ComponentFailed, match=r"No answer to the 3 tasks .* JudgeFailed \(its text is sealed\)"):
+    with pytest.raises(ComponentFailed, match=r"No answer to the 3 tasks .* JudgeFailed") as failed:
         run_with_worker(tmp_path, ScriptedPolicy(number_below), work)
+    assert f"JudgeFailed ({told})" in str(failed.value) and "style" not in str(failed.value)
+    assert hint in failed.value.hint
 
 
 def test_an_error_is_no_signal_where_training_would_find_none() -> None:

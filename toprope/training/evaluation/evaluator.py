@@ -21,13 +21,14 @@ import msgspec
 
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed
-from toprope.records.journal.groups import Outcome, comparisons
+from toprope.records.journal.groups import JUDGE_FAILED, Outcome, comparisons
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.metrics import last_row
 from toprope.sdk.errors import WorkerError, WorkerFailure, first_of
 from toprope.text_format import said
 from toprope.training.inference.client import PromptTooLong, Sampling
+from toprope.training.judges.questions import NO_SCORE
 from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import SAMPLER_ERRORS, SEALED
 from toprope.training.rollouts.sampled_group import SampledGroup, lower_errors
@@ -352,6 +353,8 @@ def _without_error_texts(group: SampledGroup) -> SampledGroup:
 def _kind_of(error: str | None) -> str | None:
     if not error or error in SAMPLER_ERRORS:
         return error
+    if error.startswith(f"{JUDGE_FAILED}:") and error.endswith(NO_SCORE):  # between them an author's code may quote
+        return f"{JUDGE_FAILED} ({NO_SCORE}; the rest is sealed)"
     raised = _RAISED.match(error)
     return f"{raised[1] if raised else 'an error'} (its text is sealed)"
 
@@ -372,7 +375,10 @@ def _oldest_version(groups: list[SampledGroup]) -> int | None:
     if outcomes and all(outcome.unjudged for outcome in outcomes):
         raise ComponentFailed(
             f"No answer to the {len(groups)} tasks could be judged; the first: {errors[0]}",
-            hint="Once the judge answers again, resume_training continues the run.",
+            hint="test_inference shows what the judge answers about validation tasks; reword its rubric "
+            "(environment.rewards) or take another judge."
+            if NO_SCORE in (errors[0] or "")
+            else "Once the judge answers again, resume_training continues the run.",
         )
     if not versions and all(errors):
         raise ComponentFailed(

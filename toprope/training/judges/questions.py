@@ -31,6 +31,8 @@ _ALONE = re.compile(
 _RANKING = re.compile(r"ranking\W{0,12}(\d+(?:[\s,>]+\d+)*)", re.IGNORECASE)
 
 Messages = Sequence[dict[str, Any]]
+NO_SCORE = f"no line 'Score: N' with N from 0 to {HIGHEST}"
+"""The failure of a judge whose answer has no score."""
 
 
 class Unreadable(Exception):
@@ -79,7 +81,7 @@ def read_score(text: str) -> float:
     except ValueError:  # also a comma or another minus
         score = -1.0
     if not 0 <= score <= HIGHEST or highest not in ("", str(HIGHEST)):
-        raise Unreadable(f"no line 'Score: N' with N from 0 to {HIGHEST}")
+        raise Unreadable(NO_SCORE)
     return score / HIGHEST
 
 
