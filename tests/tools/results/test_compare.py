@@ -16,6 +16,7 @@ from toprope_tools.status.status import check_status
 from tests.support.tools_house import become, do, finish
 from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
+from toprope.records.run.folder import read_json
 
 
 def test_runs_are_compared_by_group_with_interval(house, draft):
@@ -171,6 +172,23 @@ def test_all_tools_tell_the_same_change_of_accuracy(house, draft, gained, lost, 
     assert (sentence in compared) is (sentence in status) is (told != "rose")
     assert ("more steps, or easier tasks" in results.text) is told.startswith("A rise")
     assert ("not more steps" in results.text) is (told == "fell")
+
+
+def test_change_measured_by_other_code_is_no_change_of_the_policy(house, draft):
+    shop, launcher = house
+    run_id = do(start_training, shop, draft_id=draft).data.run_id
+    finish(shop, launcher, run_id, [0] * 100, before=[1] * 100)
+    folder = shop.runs.folder(run_id)
+    before = read_json(folder.evaluation("before"))
+    before["evaluator"]["loaded"]["environment"] = "edited since"
+    write_json(folder.evaluation("before"), before)
+    results = do(get_results, shop, run_id=run_id)
+    status = do(check_status, shop, run_ids=[run_id]).text
+    sentence = "Accuracy before and after cannot be compared: different code of environment or evaluator measured"
+    for text in (results.text, status):
+        assert sentence in text and "fell" not in text and "learning_rate" not in text
+    assert "A run that starts with the code as it is now measures" in results.text
+    assert results.data.results["change"]["comparable"] is False and not results.data.results["rose"]
 
 
 def test_runs_of_the_same_settings_differ_by_noise(house, draft):

@@ -21,9 +21,11 @@ from toprope_tools.runs.training import resume_training, stop_training
 from toprope_tools.status.status import check_status
 
 from tests.support.tools_house import become, do, start_run
+from toprope.atomic import write_json
 from toprope.errors import InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.records.run.checkpoints import seal
-from toprope.records.run.specification import Specification
+from toprope.records.run.digests import measurement_digests
+from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
 
 
@@ -177,3 +179,23 @@ def test_every_tool_that_takes_a_run_offers_the_nearest_ids(house, tool, argumen
         given = {key: wrong if one == "ID" else [wrong] if one == ["ID"] else one for key, one in arguments.items()}
         with pytest.raises(NotFound, match=f"Did you mean {run_id}"):
             do(tool, shop, **given)
+
+
+def test_resume_names_code_that_changed_since_it_measured(house, tmp_path):
+    shop, launcher = house
+    file, folder = tmp_path / "mine.py", start_run(shop)
+    file.write_text("score = 1\n")
+    source = EnvironmentSource(name="mine", file=str(file), attribute="Mine")
+    Specification.read(folder).model_copy(update={"environment": source}).write(folder)
+
+    def resumed():
+        launcher.leave(folder.run_id)
+        become(folder, "stopped", ended_at=time.time())
+        return do(resume_training, shop, run_id=folder.run_id).text
+
+    assert "Warning" not in resumed(), "nothing was measured"
+    folder.evaluation("before").parent.mkdir(exist_ok=True)
+    write_json(folder.evaluation("before"), {"version": 1, "evaluator": {"loaded": measurement_digests(source)}})
+    assert "Warning" not in resumed()
+    file.write_text("score = 2\n")
+    assert f"Warning: changed since the evaluation before training: {file}. The one after" in resumed()

@@ -21,6 +21,7 @@ _MOST = 6
 _MOST_FIELDS = 8
 _WITHOUT_CAUSE = {
     "none": "Its numbers show no cause: more steps, or easier tasks, are the next thing to try.",
+    "unlike": "A run that starts with the code as it is now measures before and after alike.",
     "fell": "Its numbers show no cause of the fall: try a smaller optimizer.learning_rate, not more steps.",
 }
 WITHOUT_EFFECT = ("algorithm.seed", "logging.", "launcher.", "evaluation.")
@@ -74,7 +75,7 @@ def mending_lines(
         return []
     lines = []
     if not causes.causes and change is not None:
-        lines.append(_WITHOUT_CAUSE[change.verdict])
+        lines.append(_WITHOUT_CAUSE[change.verdict if change.comparable else "unlike"])
     if beside := beside_preset(causes, kind):
         lines.append(f"It differs from the preset {named(preset)} in {beside}.")
     if causes.changes:

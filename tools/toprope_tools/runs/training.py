@@ -12,7 +12,8 @@ import anyio
 from anyio import to_thread
 
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import RunFolder
+from toprope.records.run.digests import measured_otherwise
+from toprope.records.run.folder import EVALUATION_VERSION, RunFolder, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification, training_plan
 from toprope.records.run.status import Status
@@ -22,6 +23,7 @@ from toprope.settings.sections.environment import RUN, members_of
 from toprope.supervisor.environment_variables import hub_variables
 from toprope.supervisor.runs.orders import stop_members
 from toprope.text_format import call, duration, environments, plural, value
+from toprope.untrusted import named
 from toprope.workbench.drafts import Draft
 from toprope.workbench.fit import Misfit, unknown_task, warning_lines
 from toprope.workbench.launch.budgets.token_costs import steps_of
@@ -192,11 +194,25 @@ async def resume_training(
         text += " continues after what was measured so far and waits for live members."
     else:
         text += " starts again, because runs of this kind have no steps."
+    if changed := await to_thread.run_sync(_changed_since_before, workshop.runs.folder(run_id), specification):
+        names = ", ".join(map(named, changed))
+        text += (
+            f"\nWarning: changed since the evaluation before training: {names}. The one after it will not be "
+            "comparable with it. Put the former code back, or start a new run."
+        )
     from_step = (step or 0) if kind.trains else None
     data = answers.Resumed(
         run_id=run_id, kind=kind.name, attempt=status.attempt, state=status.state, from_step=from_step
     )
     return Answer(f"{text}\n{_next(run_id, wait_s)}", data)
+
+
+def _changed_since_before(folder: RunFolder, specification: Specification) -> list[str]:
+    """Return what changed of the code that measured before training; empty if that was not measured or recorded."""
+    with suppress(NotFound, Corrupt, OSError, AttributeError, KeyError, TypeError):
+        loaded = read_json(folder.evaluation("before"), EVALUATION_VERSION)["evaluator"]["loaded"]
+        return measured_otherwise([specification.environment, *specification.mixture], loaded)
+    return []
 
 
 def _continue(workshop: Workshop, run_id: str, steps: int | None, seconds: float | None, wait_s: int) -> Answer:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 import toprope
 from toprope.analysis.findings.causes import BUDGET, Explanation, explanation
 from toprope.analysis.findings.diagnosis import Diagnosis
-from toprope.analysis.statistics.accuracy_change import AccuracyChange, change_between
+from toprope.analysis.statistics.accuracy_change import AccuracyChange, change_between, change_by_training
 from toprope.atomic import read_plain, write_text
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.curriculum import Curricula
@@ -115,6 +115,8 @@ def accuracy_change(folder: RunFolder, status: Status) -> AccuracyChange | None:
     if not {"before", "after"} <= status.evaluations.keys():
         return None
     with suppress(NotFound, Corrupt, OSError, KeyError, TypeError, ValueError, AttributeError):
-        before, after = (read_json(folder.evaluation(label), EVALUATION_VERSION) for label in ("before", "after"))
-        return change_between(before["sampled"], after["sampled"])
+        labels = ("before", "after")
+        return change_by_training({label: read_json(folder.evaluation(label), EVALUATION_VERSION) for label in labels})[
+            0
+        ]
     return change_between(status.evaluations["before"], status.evaluations["after"])

@@ -25,7 +25,7 @@ from toprope.analysis.reports.results import (
     Results,
     Seconds,
 )
-from toprope.analysis.statistics.accuracy_change import change_between, change_by_environment
+from toprope.analysis.statistics.accuracy_change import change_by_training
 from toprope.analysis.statistics.intervals import wilson
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.curriculum import Curricula
@@ -116,8 +116,7 @@ def build(
         Corrupt: An evaluation does not have the expected form.
     """
     measured = {label: evaluation_of(label, content) for label, content in evaluations.items()}
-    before, after = ((evaluations.get(label) or {}).get("sampled") or {} for label in ("before", "after"))
-    change, change_each = change_between(before, after), change_by_environment(before, after)
+    change, change_each = change_by_training(evaluations)
     last_metrics = dict(rows[-1]) if rows else {}
     return Results(
         run_id=status.run_id,

@@ -22,6 +22,8 @@ class AccuracyChange(BaseModel):
 
     verdict: Literal["rose", "fell", "none"]
     """`none`: neither a rise nor a fall is shown."""
+    comparable: bool = True
+    """False if different code measured before and after, as when it was edited before a resume."""
     p: float | None = None
     """p-value of the paired test; None if the intervals decided."""
     gained: int | None = None
@@ -31,18 +33,24 @@ class AccuracyChange(BaseModel):
     @property
     def why(self) -> str:
         """The figures that decided, as a part of a sentence."""
+        if not self.comparable:
+            return "different code of environment or evaluator measured before and after"
         if self.p is None:
             return "the intervals overlap" if self.verdict == "none" else "the intervals do not overlap"
         return f"{self.gained} tasks gained, {self.lost} lost, exact paired test p {self.p:.2g}"
 
     def sentence(self) -> str:
         """Return the verdict and what decided, as a sentence."""
+        if not self.comparable:
+            return f"Accuracy before and after cannot be compared: {self.why}."
         if self.verdict == "none":
             return f"A rise of accuracy is not shown: {self.why}."
         return f"Accuracy {self.verdict}: {self.why}."
 
     def phrase(self) -> str:
         """Return the verdict and what decided, without a subject."""
+        if not self.comparable:
+            return f"not comparable ({self.why})"
         return f"{'a rise is not shown' if self.verdict == 'none' else self.verdict} ({self.why})"
 
 
@@ -50,9 +58,26 @@ def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Accur
     """Compare two measurements; None if one has no accuracy.
 
     Args:
-        before, after: `accuracy` and `tasks`, and `by_task` if it was kept, as in the file of an evaluation.
+        before, after: `accuracy` and `tasks`, and `by_task` if it was kept.
     """
     return _change(before, after, *(Answers.of(measured) for measured in (before, after)))
+
+
+def change_by_training(evaluations: Mapping[str, Any]) -> tuple[AccuracyChange | None, dict[str, AccuracyChange]]:
+    """Compare the evaluations before and after training: over all tasks, None if one has no accuracy, and by
+    environment if there are several. They are not comparable if different code measured.
+
+    Args:
+        evaluations: Label -> content of evaluations/<label>.json.
+    """
+    pair = [evaluations.get(label) or {} for label in ("before", "after")]
+    before, after = (evaluation.get("sampled") or {} for evaluation in pair)
+    change, each = change_between(before, after), change_by_environment(before, after)
+    loaded = [(evaluation.get("evaluator") or {}).get("loaded") for evaluation in pair]
+    if change is None or None in loaded or loaded[0] == loaded[1]:
+        return change, each
+    unlike = AccuracyChange(verdict="none", comparable=False)
+    return unlike, dict.fromkeys(each, unlike)
 
 
 def change_by_environment(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, AccuracyChange]:

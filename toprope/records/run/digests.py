@@ -208,6 +208,22 @@ def measurement_digests(source: EnvironmentSource) -> dict[str, str]:
     return digests | ({"rewards": rewards_digest(source)} if source.rewards else {})
 
 
+def measured_otherwise(sources: Sequence[EnvironmentSource], loaded: Mapping[str, Any]) -> list[str]:
+    """What differs on disk from the code that measured: files of environments and of reward functions, `Toprope`.
+
+    Args:
+        sources: The environments of a run, the selected one first.
+        loaded: Its joined measurement digests, as in the file of an evaluation.
+    """
+    now = join_digests([measurement_digests(source) for source in sources])
+    names = {
+        "environment": [source.file or f"{source.adapter}: {source.name}" for source in sources],
+        "rewards": [reward.file for source in sources for reward in source.rewards],
+        "toprope": ["Toprope"],
+    }
+    return list(dict.fromkeys(name for key in names if now.get(key) != loaded.get(key) for name in names[key]))
+
+
 def join_digests(measured: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """The digests of several environments as one."""
     if len(measured) == 1:
