@@ -62,6 +62,12 @@ def test_constant_reward_refuses_if_right_answer_was_tried() -> None:
     assert named(seen_with(*played, max_turns=6))["never_varies"] == "critical"
 
 
+def test_rewards_of_judges_are_not_missed() -> None:
+    unscored = [Scored(task, kind, 0.0) for task in range(2) for kind in ("empty", "junk")]
+    assert named(seen_with(*unscored)) == {"never_varies": "warning", "no_reference": "warning"}
+    assert named(seen_with(*unscored, judged=True)) == {}
+
+
 def test_lone_answers_of_a_grouped_environment_refuse_nothing() -> None:
     same = [Scored(task, kind, 0.0) for task in range(2) for kind in ("reference", "empty", "junk")]
     [finding] = [one for one in judge(seen_with(*same, grouped=True)) if one.rule == "never_varies"]

@@ -181,6 +181,15 @@ def test_check_tool_answers_briefly_and_uses_draft_settings(tmp_path: Path) -> N
         (folder / "mine.py").write_text(HEAD + "    def score(self): return 0.5\n")
         answer = await check_environment(shop, name=draft)
         assert answer.data.verdict == "critical" and f'check_environment(name="{draft}")' in answer.text
+        judge = {"name": "style", "judge": "critic", "rubric": "Be kind."}
+        shop.drafts.edit(draft, {"environment.rewards": [judge]}, shop.home.locks())
+        answer = await check_environment(shop, name=draft)
+        assert not {"never_varies", "no_reference"} & {one.rule for one in answer.data.findings}
+        assert answer.data.not_checked == ["judge style, in environment.rewards"]
+        assert (
+            "Not tried: «judge style" in answer.text and "Share of the highest reward without judges: " in answer.text
+        )
+        shop.drafts.edit(draft, {"environment.rewards": []}, shop.home.locks())
         (folder / "mine.py").write_text(HEAD + "raise OSError('gone')\n")
         with pytest.raises(EnvironmentFailed, match="OSError: gone"):
             await check_environment(shop, name=draft)

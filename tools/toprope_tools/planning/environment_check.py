@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from toprope.settings.fields import KNOBS
-from toprope.settings.sections.environment import members_of
+from toprope.settings.sections.environment import members_of, rewards_of
 from toprope.text_format import call, clip, number, plural
 from toprope.untrusted import marked
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
@@ -84,19 +84,20 @@ async def check_environment(
         policy = default_policy(workshop, entry.name)
     time_limit_s = seconds or (FULL_S if full else QUICK_S)
     max_turns = section.max_turns if draft_id else None
+    judges = [f"judge {reward.name}, in environment.rewards" for reward in rewards_of(section.rewards) if reward.judge]
     options = options_of(workshop, section, call_timeout_s=min(20.0, section.call_timeout_s, 0.8 * time_limit_s))
     report = await opened(
         workshop,
         entry,
-        lambda: check(entry, options, max_turns=max_turns, full=full, seconds=time_limit_s),
+        lambda: check(entry, options, max_turns=max_turns, full=full, seconds=time_limit_s, judged=bool(judges)),
         asked={"check": [full, time_limit_s, max_turns], "section": section.model_dump(mode="json")},
         limit_s=3 * options.load_timeout_s + time_limit_s + _BEYOND_S,  # to start, to load, and for the first tasks
         caller=caller,
         beyond_s=_BEYOND_S,
     )
     data = await to_thread.run_sync(_data, report, draft_id, policy, workshop.home.runs)
-    text = _text(report, draft_id, other_members, knobs, data)
-    data.not_checked = [*data.not_checked, *other_members]
+    text = _text(report, draft_id, other_members, judges, knobs, data)
+    data.not_checked = [*data.not_checked, *other_members, *judges]
     kept_findings = [
         KeptFinding(rule=finding.rule, level=finding.level, what=finding.what) for finding in data.findings
     ]
@@ -107,7 +108,12 @@ async def check_environment(
 
 
 def _text(
-    report: CheckReport, draft_id: str | None, other_members: list[str], knobs: dict[str, Any] | None, data: CheckAnswer
+    report: CheckReport,
+    draft_id: str | None,
+    other_members: list[str],
+    judges: list[str],
+    knobs: dict[str, Any] | None,
+    data: CheckAnswer,
 ) -> str:
     trial = report.seen
     form = "full check" if report.full else "quick check"
@@ -129,7 +135,8 @@ def _text(
             lines.append(f"  To do: {finding.next}.")
     if scores := _scores(report):
         lines.append(
-            "Share of the highest reward: " + ", ".join(f"{kind} {share:.0%}" for kind, share in scores.items())
+            f"Share of the highest reward{' without judges' if judges else ''}: "
+            + ", ".join(f"{kind} {share:.0%}" for kind, share in scores.items())
         )
     sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in trial.splits.items()]
     if sizes and (prompts := data.prompt_characters):
@@ -143,6 +150,9 @@ def _text(
     if other_members:
         members = marked("; ".join(other_members), 300)
         lines.append(f"Not tried: {members}. To try one with its defaults, check it by name.")
+    if judges:
+        asks = call("test_inference", draft_id=draft_id) if draft_id else "test_inference"
+        lines.append(f"Not tried: {marked('; '.join(judges), 300)}. {asks} asks them.")
     lines.append(_next(report, draft_id, {"knobs": knobs} if knobs else {}))
     return "\n".join(lines)
 

@@ -95,6 +95,8 @@ class Observed:
     """True if it scores the rollouts of a group together, so a lone answer may always earn the same."""
     guessed: bool = False
     """True if the references were guessed from a column."""
+    judged: bool = False
+    """True if judges, which a trial does not ask, add to the rewards."""
     foreign: bool = False
     """True if the reader did not write its code and can only set it."""
     start_s: float = 0.0

@@ -32,7 +32,7 @@ def never_varies(seen: Observed) -> Finding | None:
     rewards = [[score.reward for score in scores] for scores in by_task.values() if len(scores) > 1]
     if not rewards or any(max(task_rewards) - min(task_rewards) > TOLERANCE for task_rewards in rewards):
         return None
-    if seen.compared:
+    if seen.compared or seen.judged:
         return None
     right = [score for score in seen.scores if score.kind in ("reference", "solver")]
     all_raised = all(score.error for score in seen.scores)
@@ -149,7 +149,7 @@ def reference_fails(seen: Observed) -> Finding | None:
 
 def no_reference(seen: Observed) -> Finding | None:
     """No right answer is known, and no tried answer earned half of the highest reward."""
-    if not seen.scores or seen.of("reference", "solver"):
+    if not seen.scores or seen.judged or seen.of("reference", "solver"):
         return None
     best = max(_share(seen, score) for score in seen.scores)
     if best >= 0.5 or (seen.compared and any(score.success for score in seen.scores)):

@@ -93,6 +93,7 @@ async def check(
     max_turns: int | None = None,
     full: bool = False,
     seconds: float | None = None,
+    judged: bool = False,
 ) -> CheckReport:
     """Check an environment.
 
@@ -102,6 +103,7 @@ async def check(
         full: Check more tasks, and memory.
         seconds: Time limit after loading and the first tasks; QUICK_S or FULL_S by default. The report names skipped
             checks.
+        judged: Judges, which are not asked here, add to the rewards.
 
     Raises:
         InvalidValue: A knob or weight is invalid.
@@ -110,6 +112,7 @@ async def check(
     require_usable(entry)
     began = time.monotonic()
     checked = _Check(entry, options, max_turns, _FULL if full else _QUICK, seconds or (FULL_S if full else QUICK_S))
+    checked.seen.judged = judged
     try:
         # A folder of its own, as in a run: leftovers are seen there and removed afterwards.
         folder = Scratch()
