@@ -48,6 +48,12 @@ def test_prompt_that_overflows_names_context_that_fits() -> None:
     assert "context_too_short" not in rules(preset("single-gpu"), tasks("x" * 3000))
 
 
+@pytest.mark.parametrize(("prompt", "answer"), [("x" * 42_000, "abc"), ("short", "x" * 42_000)])
+def test_tasks_beyond_the_policy_get_no_edit_that_cannot_help(prompt: str, answer: str) -> None:
+    found = misfits(preset(), tasks(prompt, references=(answer,)))[0]
+    assert not found.changes and "This policy reads at most 4096: take another policy" in found.text
+
+
 def test_longer_references_raise_answer_limit() -> None:
     found = rules(preset(), tasks(f"{PHRASE}table", references=("a" * 9,)))
     assert found == {"answer_too_long": {"rollout.max_new_tokens": 11}}

@@ -121,12 +121,18 @@ def _context(config: Config, tasks: TaskSample | None, counter: TokenCounter | N
     if needed <= room:
         return None
     over = f"{turns} turns of {answer}" if turns > 1 else f"an answer of {answer}"
-    wanted = _ROUND_TO * math.ceil(needed / _ROUND_TO)
     return Misfit(
         "context_too_short",
         f"Prompts take {about}{longest} tokens; with {over} that is {needed}, above policy.max_context {room}.",
-        {"policy.max_context": min(wanted, recipe.context) if recipe is not None else wanted},
+        *_longer_context(recipe, needed),
     )
+
+
+def _longer_context(recipe: Recipe | None, needed: int) -> tuple[dict[str, Any], str]:
+    """Return the change that makes room for so many tokens, or else what to do if the policy cannot read them."""
+    if recipe is not None and needed > recipe.context:
+        return {}, f"This policy reads at most {recipe.context}: take another policy, or give shorter tasks."
+    return {"policy.max_context": _ROUND_TO * math.ceil(needed / _ROUND_TO)}, ""
 
 
 def _answer_room(config: Config, tasks: TaskSample | None, counter: TokenCounter | None) -> Misfit | None:
@@ -138,13 +144,15 @@ def _answer_room(config: Config, tasks: TaskSample | None, counter: TokenCounter
     if longest <= limit:
         return None
     changes: dict[str, Any] = {"rollout.max_new_tokens": longest + 1}
-    prompts = max((counter.prompt(prompt) for prompt in tasks.prompts), default=0)
-    if prompts + longest + 1 > config.policy.max_context:
-        changes["policy.max_context"] = _ROUND_TO * math.ceil((prompts + longest + 1) / _ROUND_TO)
+    needed, otherwise = max((counter.prompt(prompt) for prompt in tasks.prompts), default=0) + longest + 1, ""
+    if needed > config.policy.max_context:
+        more, otherwise = _longer_context(_recipe(config), needed)
+        changes = {**changes, **more} if more else {}
     return Misfit(
         "answer_too_long",
         f"Reference answers take up to {longest} tokens with their end; rollout.max_new_tokens is {limit}.",
         changes,
+        otherwise,
     )
 
 
