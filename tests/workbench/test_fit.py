@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,14 @@ def test_unknown_task_advises_fine_tuning_first() -> None:
     assert "unknown_task" not in rules(preset(policy__model="run:sft-1"), sums)
     assert rules(preset(SFT_PRESET), sums) == {}
     assert (CONFIGS / "presets" / f"{SFT_PRESET}.yaml").exists()
+
+
+def test_fine_tuning_needs_somebody_who_shows_answers() -> None:
+    silent = tasks("Rank these.", references=())
+    assert rules(preset(SFT_PRESET), silent) == {"no_demonstrations": {}}
+    solved = replace(silent, solves=True)
+    assert rules(preset(SFT_PRESET), solved) == {} and rules(preset(SFT_PRESET, sft__teacher="claude"), silent) == {}
+    assert rules(preset(), solved)["unknown_task"]["algorithm.name"] == "sft"
 
 
 @pytest.mark.parametrize(

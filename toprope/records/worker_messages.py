@@ -60,6 +60,8 @@ class Card(msgspec.Struct):
     """True if the environment samples its rollouts itself, against an OpenAI endpoint."""
     grouped: bool = False
     """True if it scores the rollouts of a group together."""
+    solves: bool = False
+    """True if the environment has a solver beside the references of its tasks."""
     takes_turns: bool = False
     """True if rollouts that sample themselves may wait for each other."""
     call_s: float = 0.0

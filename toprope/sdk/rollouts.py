@@ -26,7 +26,7 @@ from toprope.sdk.authoring.environment import (
 )
 from toprope.sdk.authoring.knobs import described_missing, empty_required, make_knobs, may_come_of_empty
 from toprope.sdk.authoring.rewards import RewardFunctions, seen_of
-from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, MissingKnobs, shortened
+from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, MissingKnobs, sayable, shortened
 
 __all__ = ["Rollout", "Turn", "configure", "grouped", "play", "score_together"]
 
@@ -188,7 +188,7 @@ class Rollout:
         answer = self._environment.solve(variant)
         if answer is not None and not isinstance(answer, str):
             raise EnvironmentMistake(f"solve() must return a text or None, not {answer!r:.80}.")
-        return answer
+        return answer and sayable(answer)
 
     def _step(self, text: str) -> tuple[Messages, bool]:
         returned = self._environment.step(text)

@@ -40,6 +40,13 @@ class TaskSample:
     references: tuple[str, ...]
     """Reference answers of those that have one."""
     max_turns: int = 1
+    solves: bool = False
+    """True if the environment has a solver of its own, which needs no references."""
+
+    @property
+    def is_shown(self) -> bool:
+        """True if the environment can demonstrate right answers."""
+        return bool(self.references) or self.solves
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ def misfits(
     demonstrates = config.algorithm.name == "sft"
     checked = [_context(config, tasks, counter), _answer_room(config, tasks, counter)]
     if demonstrates:
-        checked.append(_sft_rate(config))
+        checked += [_demonstrations(config, tasks), _sft_rate(config)]
     else:
         checked += [_unknown_task(config, tasks, tested), _ends(config, tasks, tested), _signal(config, tested)]
         checked += [_rate(config), _time(config, step_s)]
@@ -170,7 +177,7 @@ def _unknown_task(config: Config, tasks: TaskSample | None, tested: Baseline | N
     changes: dict[str, Any] = {"algorithm.name": "sft"}
     if config.sft.learning_rate < _LEAST_SFT_RATE:
         changes["sft.learning_rate"] = _SFT_RATE
-    if tasks is not None and not tasks.references:
+    if tasks is not None and not tasks.is_shown:
         return Misfit("unknown_task", f"{claim}, and there are no reference answers to show it: its reward stays 0.")
     return Misfit(
         "unknown_task",
@@ -178,6 +185,19 @@ def _unknown_task(config: Config, tasks: TaskSample | None, tested: Baseline | N
         changes,
         (f'Or take preset "{SFT_PRESET}". ' if config.policy.model == "embedded" else "")
         + 'Then algorithm.name grpo with policy.model "run:<id of that run>".',
+    )
+
+
+def _demonstrations(config: Config, tasks: TaskSample | None) -> Misfit | None:
+    """Nobody shows right answers."""
+    learns_from_solver = config.sft.teacher == "solver" and not config.sft.dataset
+    if not learns_from_solver or tasks is None or not tasks.prompts or tasks.is_shown:
+        return None
+    return Misfit(
+        "no_demonstrations",
+        "No task seen has a reference answer, and the environment has no solve(): nothing shows right answers.",
+        {},
+        "Set sft.teacher to a model that the owner named, or give the tasks references.",
     )
 
 

@@ -35,6 +35,7 @@ def sample_of(described: Description) -> TaskSample:
         prompts=tuple(tuple(dict(message) for message in task.messages) for task in described.tasks),
         references=tuple(str(task.reference) for task in described.tasks if task.reference is not None),
         max_turns=described.card.max_turns,
+        solves=described.card.solves,
     )
 
 

@@ -24,7 +24,7 @@ from toprope.sdk.authoring.knobs import describe_knobs, nearest
 from toprope.sdk.authoring.loading import Loaded, load
 from toprope.sdk.authoring.rewards import RewardFunctions, Scored, functions_of, load_rewards, rewarded, seen_of
 from toprope.sdk.discovery import first_line
-from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.errors import InvalidRequest, LoadError, sayable
 from toprope.sdk.rollouts import Rollout, configure, grouped
 from toprope.sdk.worker.accepted import accept_only
 from toprope.sdk.worker.group_scoring import GroupScoring
@@ -416,6 +416,7 @@ def _card(
         "tags": list(environment.tags),
         "own_loop": isinstance(environment, OwnLoop),
         "grouped": grouped(environment),
+        "solves": type(environment).solve is not Environment.solve,
         "takes_turns": isinstance(environment, OwnLoop) and environment.takes_turns,
         "call_s": environment.call_s,
         "tool_s": tool_s,
@@ -431,9 +432,9 @@ def _outcome(outcome: Outcome | None) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """The reference as a JSON value, or as text if it is not one."""
+    """The reference as a JSON value that UTF-8 can encode, or as text if it is not one."""
     try:
-        json.dumps(value, allow_nan=False)
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        return str(value)
-    return value
+        return sayable(str(value))
+    return value if (clean := sayable(text)) == text else json.loads(clean)
