@@ -63,7 +63,7 @@ def test_file_of_a_package_imports_its_neighbours_relatively(tmp_path: Path) -> 
         file.write_text(text)
     code = "import sys; from toprope.sdk.authoring.loading import module_of; from pathlib import Path\n"
     code += "print(module_of(Path(sys.argv[1])).WORD); module_of(Path(sys.argv[2]))"
-    command = [sys.executable, "-P", "-c", code, str(folder / "env.py"), str(tmp_path / "alone.py")]
+    command = [sys.executable, "-P", "-c", code, str(folder / ".." / "words" / "env.py"), str(tmp_path / "alone.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["played.words.env", "hello"], done.stderr
     assert "An environment's file stands alone" in done.stderr

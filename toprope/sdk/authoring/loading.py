@@ -194,9 +194,8 @@ def _import(file: Path, folder: str) -> ModuleType:
             package = package_of(str(file))
             if not package or "relative import" not in str(error):
                 raise
-            module = importlib.import_module(
-                ".".join(file.absolute().with_suffix("").relative_to(Path(package).parent).parts)
-            )
+            inside = Path(os.path.abspath(file)).relative_to(Path(package).parent)
+            module = importlib.import_module(".".join(inside.with_suffix("").parts))
             if os.path.realpath(module.__file__ or "") != os.path.realpath(file):
                 raise ImportError(f"the name of its package is taken by {module.__file__}: rename it") from None
             sys.modules[name] = module
