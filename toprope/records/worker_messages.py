@@ -113,6 +113,8 @@ class SplitSize(msgspec.Struct):
     """Tasks left out because another split has them."""
     shared: bool = False
     """As in `TaskPage`."""
+    copies: int = 0
+    """Tasks of all splits that were left out because their content is known; without those that leaked."""
 
 
 class Begun(msgspec.Struct):

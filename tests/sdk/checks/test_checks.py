@@ -166,6 +166,10 @@ def test_judge_names_split_and_process_problems() -> None:
     assert [one.rule for one in shared] == ["few_tasks"] and shared[0].what.startswith("There is 1 distinct task, too")
     assert named(seen_with(*SOUND, splits={"train": split(), "heldout": split()}))["no_tasks"] == "critical"
     assert named(seen_with(*SOUND, tasks_raised="KeyError: 'x'"))["tasks_raise"] == "critical"
+    nothing = judge(seen_with(*SOUND, splits={"train": SplitSeen((), 0, True, 90), "heldout": split("Say 2 twice")}))
+    assert nothing[0].rule == "no_tasks" and nothing[0].next == "give every split tasks of its own"
+    copied = judge(seen_with(*SOUND, splits={"train": SplitSeen(alone.tasks, 1, True, shared=True, copies=299)}))
+    assert "299 tasks are left out as copies" in copied[0].what and copied[0].next.startswith("give each task a key")
     same = SplitSeen(tuple(TaskSeen(str(n), f"Question {n}", "42") for n in range(20)), 900, False)
     assert named(seen_with(*SOUND, splits={"train": same})) == {"one_answer": "critical"}
     odd = seen_with(

@@ -1,4 +1,4 @@
-"""Answers that an author's code writes in the worker's place."""
+"""Answers of workers that callers cannot read as they are."""
 
 from __future__ import annotations
 
@@ -46,3 +46,24 @@ def test_answer_of_the_wrong_form_ends_the_worker(tmp_path: Path, line: str) -> 
 def test_line_too_deep_to_read_is_ignored(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="no such variable"):
         asyncio.run(opened(tmp_path, "[" * 200_000))
+
+
+def test_half_a_character_in_a_reference_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(
+        "from toprope.sdk import Environment, Task\n"
+        "class Half(Environment):\n"
+        "    def tasks(self):\n        yield Task('Say a', reference='a\\udcff')\n"
+        "        yield Task('Say b', reference={'b': ['\\udcff', 1]})\n"
+        "    def score(self): return 0.0\n"
+    )
+
+    async def run() -> None:
+        async with await WorkerClient.start() as link:
+            card = await link.call("open", source={"file": str(tmp_path / "half.py")})
+            found = (await link.call("tasks", split="train", start=0, count=2))["tasks"]
+            shown = [task["reference"] for task in found]
+            assert sorted(map(str, shown)) == ["a?", "{'b': ['?', 1]}"] and not card["solves"]
+            [handle] = (await link.call("begin", split="train", index=0, count=1))["rollouts"]
+            assert "\udcff" not in (await link.call("solve", asked=[[handle, 0]]))[0]
+
+    asyncio.run(run())

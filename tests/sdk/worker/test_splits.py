@@ -187,6 +187,24 @@ def test_own_splits_drop_heldout_content() -> None:
     assert found["train"] == {"0", "1", "2", "3", "4"}
 
 
+def test_copies_within_a_split_and_between_splits_are_counted_apart() -> None:
+    class Same(Environment):
+        def tasks(self, split):
+            return [Task(f"{number % 9}") for number in range(10)]
+
+    class Equal(Environment):
+        def tasks(self):
+            return [Task("Which word?", reference=str(number)) for number in range(300)]
+
+    splits = splits_of(Same)
+    splits.survey(100, 5.0)
+    assert splits.known("train") == 0 and splits.leaked("train") == splits.leaked("validation") == 10
+    assert splits.known("heldout") == 9 and splits.copies == 1
+    equal = splits_of(Equal)
+    equal.survey(100, 5.0)
+    assert equal.known("train") == 1 and equal.copies == 299
+
+
 def test_own_endless_train_split_drops_heldout_content() -> None:
     class Own(Environment):
         def tasks(self, split):

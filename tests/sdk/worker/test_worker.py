@@ -133,26 +133,6 @@ def test_single_turn_group_takes_two_calls(behaviour: dict[str, str]) -> None:
     with_link(body)
 
 
-def test_half_a_character_in_a_reference_is_replaced(tmp_path: Path) -> None:
-    file = tmp_path / "half.py"
-    file.write_text(
-        "from toprope.sdk import Environment, Task\n"
-        "class Half(Environment):\n"
-        "    def tasks(self):\n        yield Task('Say a', reference='a\\udcff')\n"
-        "        yield Task('Say b', reference={'b': ['\\udcff', 1]})\n"
-        "    def score(self): return 0.0\n"
-    )
-
-    async def body(link: WorkerClient) -> None:
-        card = await link.call("open", source={"file": str(file)})
-        shown = [task["reference"] for task in (await link.call("tasks", split="train", start=0, count=2))["tasks"]]
-        assert sorted(map(str, shown)) == ["a?", "{'b': ['?', 1]}"] and not card["solves"]
-        [handle] = (await link.call("begin", split="train", index=0, count=1))["rollouts"]
-        assert "\udcff" not in (await link.call("solve", asked=[[handle, 0]]))[0]
-
-    with_link(body)
-
-
 def test_environment_output_goes_to_stderr(behaviour: dict[str, str]) -> None:
     sink = io.BytesIO()
 

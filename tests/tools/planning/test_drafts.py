@@ -131,6 +131,19 @@ def test_data_set_without_a_path_is_told_before_a_start(house):
     assert "no_tasks" not in do(select_environment, shop, name="sort_letters").text
 
 
+def test_environment_without_training_tasks_is_to_be_checked(house):
+    shop, _ = house
+    folder = shop.home.configuration / "environments"
+    folder.mkdir(parents=True)
+    (folder / "void.py").write_text(
+        "from toprope.sdk import Environment\nclass Void(Environment):\n    def tasks(self): return []\n"
+    )
+    assert do(describe_environment, shop, name="void").text.endswith('Next: check_environment(name="void")')
+    made = do(select_environment, shop, name="void")
+    assert "Warning (no_tasks): «The train split has no tasks.»" in made.text
+    assert f'Next: check_environment(name="{made.data.draft_id}"), get_config' in made.text
+
+
 def test_draft_carries_preset_knobs_and_locks(house):
     shop, _ = house
     answer = do(select_environment, shop, name="sort_letters", preset="single-gpu")

@@ -101,5 +101,6 @@ def test_weights_that_were_trained_on_the_fewest_tasks_go_on_with_them(tmp_path:
 
 
 def test_no_task_is_still_refused(tmp_path: Path) -> None:
-    with pytest.raises(ComponentFailed, match="has no tasks in its train split"):
+    with pytest.raises(ComponentFailed, match="has no tasks in its train split") as failed:
         Evaluated(tmp_path, 0)
+    assert "check_environment" in failed.value.hint and "without evaluations" not in failed.value.hint

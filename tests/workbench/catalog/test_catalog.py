@@ -212,6 +212,16 @@ def test_describe_remarks_on_scorer_that_rewards_junk_or_raises(folder: Path) ->
     assert any("reference answer does not succeed" in remark for remark in raising.remarks)
 
 
+def test_describe_names_tasks_that_were_left_out(folder: Path) -> None:
+    scored = "    def score(self): return 0.0\n"
+    empty = described(folder, "    def tasks(self): return []\n" + scored)
+    assert empty.refused == empty.remarks[-1] == "The train split has no tasks."
+    same = described(folder, "    def tasks(self, split): return [Task(f'Say {n}') for n in range(9)]\n" + scored)
+    assert same.refused == empty.refused and any("It gives 18 tasks to two splits" in said for said in same.remarks)
+    equal = described(folder, "    def tasks(self): return [Task('Say', str(n)) for n in range(300)]\n" + scored)
+    assert any("299 tasks are left out as copies" in said for said in equal.remarks) and not equal.refused
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

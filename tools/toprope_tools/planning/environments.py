@@ -138,7 +138,10 @@ async def describe_environment(
     lacking = _lacking_knob(described)
     given_knobs = {**(knobs or {}), **({lacking: "VALUE"} if lacking else {})}
     knob_argument = {"knobs": given_knobs} if given_knobs else {}
-    lines.append(f"Next: {call('select_environment', name=entry.name, **chosen, **knob_argument)}")
+    if described.refused and not lacking:
+        lines.append(f"Next: {call('check_environment', name=entry.name, **knob_argument)}")
+    else:
+        lines.append(f"Next: {call('select_environment', name=entry.name, **chosen, **knob_argument)}")
     data = answers.Description(
         name=entry.name,
         max_turns=card.max_turns,
@@ -239,6 +242,8 @@ async def select_environment(
     lines += no_tasks_lines(described)
     lines += warning_lines(await to_thread.run_sync(misfits_of, workshop, config))
     edits = f"{call('edit_config', draft_id=draft.id)} with what it lacks, " if described.refused else ""
+    if described.refused and not _lacking_knob(described):
+        edits = f"{call('check_environment', name=draft.id)}, "
     lines.append(
         f"Next: {edits}{call('get_config', draft_id=draft.id)}, then {call('test_inference', draft_id=draft.id)} or "
         f"{call('start_training', draft_id=draft.id)}"

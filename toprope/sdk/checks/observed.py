@@ -37,6 +37,8 @@ class SplitSeen:
     """Tasks that the environment assigned to this split although another has them; they were left out."""
     shared: bool = False
     """True if every split has the same tasks, because there are too few to hold any out."""
+    copies: int = 0
+    """Tasks of all splits that were left out because their content is known."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,12 @@ class Finding:
     observed: Mapping[str, float | int | str] = field(default_factory=dict)
     refuses: bool = False
     """True if training is refused because nothing can be learned."""
+
+
+def copies_counted(copies: int) -> str:
+    """Say that tasks were left out as copies of others."""
+    tasks = "1 task is" if copies == 1 else f"{copies} tasks are"
+    return f"{tasks} left out as copies, because their prompt or key equals that of another"
 
 
 def cut(text: str | None) -> str:

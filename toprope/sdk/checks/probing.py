@@ -132,6 +132,7 @@ class Trial:
                 bool(size["exhausted"]),
                 int(size.get("leaked", 0)),
                 bool(size.get("shared")),
+                int(size.get("copies", 0)),
             )
 
     async def try_answers(self, tasks: int, *, full: bool = False) -> None:

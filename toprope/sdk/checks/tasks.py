@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from toprope.sdk.checks.answers import bare
-from toprope.sdk.checks.observed import ASKED, Finding, Level, Observed, SplitSeen, cut
+from toprope.sdk.checks.observed import ASKED, Finding, Level, Observed, SplitSeen, copies_counted, cut
 from toprope.sdk.checks.texts import overlap
 
 __all__ = ["TASKS"]
@@ -29,13 +29,18 @@ def no_tasks(seen: Observed) -> Finding | None:
         return None
     slow = not all(seen.splits[name].exhausted for name in empty)
     level: Level = "critical" if "train" in empty else "note" if slow else "warning"
+    sentence = f"No tasks were found in {', '.join(empty)}{' within the time' if slow else ''}."
+    author = "give more distinct tasks, or a key if prompts do not distinguish tasks"
+    if leaked := sum(seen.splits[name].leaked for name in empty):
+        sentence += f" {leaked} were left out there, because tasks(self, split) gives them to another split, too."
+        author = "give every split tasks of its own"
     return Finding(
         "no_tasks",
         level,
-        f"No tasks were found in {', '.join(empty)}{' within the time' if slow else ''}.",
+        sentence,
         "every split has tasks; 10 of 100 distinct ones are for validation, 10 held out",
         seen.advice(
-            "give more distinct tasks, or a key if prompts do not distinguish tasks",
+            author,
             "set knobs that give more tasks, do without the split (evaluation.heldout_tasks: 0), or choose another "
             "environment",
         ),
@@ -56,13 +61,18 @@ def few_tasks(seen: Observed) -> Finding | None:
     if (train := seen.splits.get("train")) is not None and train.shared:
         tasks = "is 1 distinct task" if train.known == 1 else f"are {train.known} distinct tasks"
         sentence = f"There {tasks}, too few to hold any out: the same serve for training and evaluation."
+    author = "widen the settings, or add tasks"
+    if copies := max(split.copies for split in seen.splits.values()):
+        sentence += f" {copies_counted(copies)}."
+        author = (
+            "give each task a key if they differ in more than the prompt; otherwise widen the settings, or add tasks"
+        )
     return Finding(
         "few_tasks",
         "warning",
         sentence,
         f"at least {_FEW_TRAIN} for training, {_FEW_MEASURED} for validation and as many held out",
-        seen.advice("widen the settings, or add tasks", "set wider knobs, or mix in others (environment.mixture)")
-        + ": a policy memorises a few",
+        seen.advice(author, "set wider knobs, or mix in others (environment.mixture)") + ": a policy memorises a few",
         {name: split.known for name, split in seen.splits.items()},
     )
 

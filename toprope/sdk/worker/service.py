@@ -214,6 +214,7 @@ class Service:
                 "exhausted": splits.exhausted(split),
                 "leaked": splits.leaked(split),
                 "shared": splits.shared,
+                "copies": splits.copies,
             }
             for split in SPLITS
         }

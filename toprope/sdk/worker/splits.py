@@ -123,7 +123,7 @@ class TaskSplits:
         """Split of each content digest, if the environment brings its own splits."""
         self._leaked: Counter[str] = Counter()
         self._orders: dict[int, list[int]] = {}
-        self._repeats = 0
+        self._repeats, self._repeats_in_all = 0, 0
         self.shared = False
         """True if the tasks are so few that every split has all of them."""
         self._environment = environment
@@ -195,6 +195,11 @@ class TaskSplits:
         """Tasks read so far that the environment put into this split although another one has them; they are left
         out."""
         return self._leaked[split]
+
+    @property
+    def copies(self) -> int:
+        """Tasks read so far that were left out because others of their split have the same content."""
+        return self._repeats_in_all - self._leaked.total()
 
     def survey(self, limit: int, seconds: float) -> None:
         """Read until every split has `limit` tasks or is exhausted, or `seconds` have passed."""
@@ -346,6 +351,7 @@ class TaskSplits:
         digest = _digest(content)
         if digest in self._seen:
             self._repeats += 1
+            self._repeats_in_all += 1
             return False
         self._repeats = 0
         self._seen.add(digest)

@@ -323,10 +323,13 @@ class EnvironmentHost:
                 self.sizes[split] = len(tasks)
                 if not tasks:
                     trained = " on which the starting weights were not trained" if split in self._numbers else ""
+                    hint = "With evaluation.heldout_tasks 0 and evaluation.every_steps 0 it trains without evaluations."
+                    if split == "train":
+                        hint = "check_environment tells how many it has, and how many it gives to another split, too."
                     raise ComponentFailed(
                         f"{self.subject} has no tasks in its {split} split{trained}.",
                         hint="Splits are made by content: an environment needs a few dozen distinct tasks at least. "
-                        "With evaluation.heldout_tasks 0 and evaluation.every_steps 0 it trains without evaluations.",
+                        + hint,
                     )
                 example = example or (split, tasks[0])
             if self.shares_tasks:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toprope.errors import EnvironmentFailed, InvalidValue, visible
-from toprope.records.journal.groups import Outcome
 from toprope.records.walls import Walls
 from toprope.records.worker_messages import Card, SplitSize, TaskView
 from toprope.sdk.checks.answers import JUNK, near_miss
-from toprope.sdk.checks.scoring import MEASURE_ALONE
 from toprope.sdk.errors import OURS, WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.wall.paths import folders_above
 from toprope.sdk.wall.plan import Network
@@ -29,6 +27,7 @@ from toprope.training.rollouts.workers.environment_worker import EnvironmentWork
 from toprope.training.rollouts.workers.walls import environment_wall, missing_wall
 from toprope.untrusted import marked, named
 from toprope.workbench.catalog.describe_cache import Described, question
+from toprope.workbench.catalog.remarks import EMPTY, Example, remarks_on
 from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 from toprope.workbench.entries import Entry
 
@@ -47,9 +46,6 @@ _FOREIGN = (
 )
 BROKEN = "Tell its author, choose another environment, or remove what was added: toprope env remove."
 """Advice to a user of files that cannot be read."""
-_JUDGES_ITSELF = (
-    "If its scorer asks a model, the policy in training judges itself unless environment.model_roles names a grader."
-)
 _UNREACHED = re.compile(r"could not be reached(?: \([^()]*\))?(?:\. Its files read the variables .*)?\.?$")
 """The end of the text of a failure for which data of the internet are missing."""
 _SERVICE = re.compile(r"\bPOST\b|\bapi\.[\w.-]+ could not be reached")
@@ -124,19 +120,6 @@ def _as_in_runs() -> dict[str, str]:
 
 
 _DEFAULTS = WorkerOptions()
-
-
-@dataclass(frozen=True)
-class Example:
-    """A training task with the scores of probe answers that test the scorer."""
-
-    messages: tuple[dict[str, Any], ...]
-    reference: Any
-    scores: dict[str, Outcome]
-    """Outcomes by probe: `reference` (if there is one), `empty`, `junk`, and `near_miss` (one character wrong).
-
-    Each probe is a complete rollout of one answer.
-    """
 
 
 @dataclass(frozen=True)
@@ -217,7 +200,10 @@ class Describer:
             memory_mb = await asyncio.to_thread(_memory_mb, link.pid) if examples else None
             grace = _GRACE_SECONDS
             try:
-                tasks = tuple((await link.tasks("train", 0, _TASKS, timeout=_TASKS_SECONDS)).tasks)
+                page = await link.tasks("train", 0, _TASKS, timeout=_TASKS_SECONDS)
+                tasks = tuple(page.tasks)
+                if not tasks and page.exhausted:
+                    refused = refused or EMPTY
             except WorkerFailure as failure:  # the card is valid without tasks
                 tasks, grace = (), 0.0
                 if isinstance(failure, WorkerError) and failure.kind == "invalid":
@@ -235,7 +221,7 @@ class Describer:
             card=card,
             examples=scored,
             splits=sizes,
-            remarks=(*rights, *((refused,) if refused else _remarks(card, scored, sizes) if examples else ())),
+            remarks=(*rights, *(remarks_on(card, scored, sizes, refused) if examples else ())),
             load_seconds=loaded - started,
             score_seconds=score_s,
             memory_mb=memory_mb,
@@ -298,30 +284,6 @@ def _memory_mb(pid: int) -> float | None:
         return psutil.Process(pid).memory_info().rss / (1 << 20)
     except psutil.Error:
         return None
-
-
-def _remarks(card: Card, examples: Sequence[Example], sizes: Mapping[str, SplitSize]) -> list[str]:
-    """Return problems of the splits, and of the scorer that the example scores show."""
-    remarks = [_JUDGES_ITSELF] if "model-roles" in card.tags else []
-    if any(size.shared for size in sizes.values()):
-        remarks.append("Its tasks are too few to hold any out: the same serve for training and evaluation.")
-    if not examples:
-        return [*remarks, "The train split has no tasks."]
-    for label in ("reference", "empty", "junk"):
-        outcomes = [example.scores[label] for example in examples if label in example.scores]
-        errors = [outcome.error for outcome in outcomes if outcome.error]
-        if errors:
-            remarks.append(f"Scoring the {label} answer raises: {errors[0]} (such a rollout earns at most 0).")
-        elif label == "reference" and not all(outcome.success for outcome in outcomes):
-            best = max(outcome.reward for outcome in outcomes)
-            alone = f" It scores groups, and {MEASURE_ALONE}." if card.grouped else ""
-            remarks.append(f"The reference answer does not succeed everywhere (best reward {best:g}).{alone}")
-        elif label != "reference" and any(outcome.success for outcome in outcomes):
-            remarks.append(f"An answer that is {label} succeeds: the scorer can be fooled.")
-        elif label != "reference" and any(outcome.reward > 0 for outcome in outcomes):
-            most = max(outcome.reward for outcome in outcomes)
-            remarks.append(f"An answer that is {label} is rewarded with up to {most:g} of {card.max_reward:g}.")
-    return remarks
 
 
 def failed(entry: Entry, failure: WorkerFailure, walls: Walls, trying: str = "") -> EnvironmentFailed | InvalidValue:
