@@ -80,6 +80,11 @@ _DISK = (
 
 _SPECIFIC: tuple[_Cause, ...] = (
     _Cause(
+        "environment_error",
+        r"^\s*InvalidRequest: ",
+        "fork_config, then edit_config the setting that it names, and start_training: a resume has the same settings.",
+    ),
+    _Cause(
         "gpu_out_of_memory",
         r"cuda out of memory|CUDA_ERROR_OUT_OF_MEMORY|cuda error: out of memory|"
         r"OutOfMemoryError.*(cuda|gpu|hip)|cublas_status_alloc_failed|no available memory for the cache blocks",

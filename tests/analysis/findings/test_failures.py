@@ -148,6 +148,10 @@ def test_steps_of_a_hint_name_the_run_and_no_empty_log(tmp_path: Path) -> None:
     assert named(failure, folder).hint == "describe_environment shows how it scores."
     folder.log("environment").write_text("KeyError")
     assert 'read_logs(run_id="a-1", component="environment") has the details' in named(failure, folder).hint
+    refused = "InvalidRequest: knobby: Knob 'length' must be between 1 and 8, not 99."
+    mended = named(Failure(component="environment", reason=refused), folder)
+    assert mended.kind == "environment_error" and "resume_training" not in mended.hint
+    assert mended.hint.startswith('fork_config(run_id="a-1"), then edit_config the setting that it names')
     silent = named(Failure(component="api", reason="api exited with code 1."), folder)
     assert silent.hint.startswith('It logged nothing: resume_training(run_id="a-1")')
     crashed = named(Failure(component="api", reason="api was killed.", signal="SIGSEGV"), folder)

@@ -8,12 +8,13 @@ import yaml
 from toprope_tools.clients import Client
 from toprope_tools.openings import Caller
 from toprope_tools.planning import environment_check, opening
+from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.planning.environments import describe_environment, list_environments, select_environment
 from toprope_tools.planning.opening import options_of
 
 from tests.support.tools_house import do
-from toprope.errors import EnvironmentFailed, InvalidValue, NotPossibleNow
+from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
 from toprope.settings.sections.environment import EnvironmentSection
 from toprope.workbench.catalog.opened import Opened
 
@@ -110,6 +111,34 @@ def test_other_weights_are_another_opening(shop, monkeypatch):
         section = EnvironmentSection(name="needy", reward_weights=weights)
         do(opening.describe, shop, entry, options_of(shop, section), examples=0, caller=Caller())
     assert openings[0] == openings[2] != openings[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("curriculum", {"knob": "nope", "levels": [1, 2]}, "'nope'"),
+        ("curriculum", {"knob": "times", "levels": [1, 99]}, "between 1 and 9, not 99"),
+        (
+            "mixture",
+            [{"name": "needy", "label": "more", "knobs": {"word": "no", "times": 99}}],
+            "between 1 and 9, not 99",
+        ),
+        ("rewards", [{"name": "more", "fn": "_more.py:wrong"}], "unknown parameter 'words'"),
+        ("rewards", [{"name": "score", "fn": "_more.py:right"}], "already has a reward part 'score'"),
+        ("rewards", [{"name": "judged", "judge": "nobody", "rubric": "Be kind."}], "nobody"),
+    ],
+)
+def test_settings_that_no_run_could_open_are_refused_when_they_are_edited(shop, field, value, said):
+    folder = shop.home.configuration / "environments"
+    (folder / "_more.py").write_text("def wrong(words): return 0.0\ndef right(answer): return 0.0\n")
+    knobs = {"word": "yes", "voice": "low"}
+    draft = do(select_environment, shop, name="needy", knobs=knobs).data.draft_id
+    with pytest.raises((InvalidValue, EnvironmentFailed, NotFound), match=said):
+        do(edit_config, shop, draft_id=draft, changes={f"environment.{field}": value})
+    fine = {"environment.curriculum": {"knob": "times", "levels": [1, 9]}, "environment.reward_weights": {"more": 0.5}}
+    fine["environment.rewards"] = [{"name": "more", "fn": "_more.py:right"}]
+    fine["environment.mixture"] = [{"name": "needy", "label": "more", "knobs": {**knobs, "times": 9}}]
+    assert do(edit_config, shop, draft_id=draft, changes=fine).data.changed
 
 
 def test_only_what_was_opened_is_called_ready(shop):

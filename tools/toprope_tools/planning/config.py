@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, NotPossibleNow
+from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.changes import Change, apply_changes
 from toprope.settings.fields import KNOBS, Field, get_value
 from toprope.settings.locks import Locks
 from toprope.settings.schema import SECTIONS, Config
+from toprope.settings.sections.environment import MemberPlan, members_of
 from toprope.text_format import ago, call, cut, value
 from toprope.workbench.drafts import Draft
+from toprope.workbench.endpoints import resolve_helpers
 from toprope.workbench.launch.lineage import policy_named
 from toprope.workbench.launch.mixture_sources import blend, own_source
 from toprope_tools.answers import planning as answers
@@ -30,8 +34,8 @@ _HISTORY, _SHORT_HISTORY = 10, 2
 """Edits in an answer, and in an answer whose values must be short."""
 _SHORT_VALUES = 200
 """Longest value of such an answer, in characters."""
-_SOURCES = frozenset({"environment.mixture", "environment.rewards"})
-_OPENED = frozenset({"environment.reward_weights", "environment.reward_weights_end", "environment.rewards"})
+_SOURCES = frozenset(f"environment.{name}" for name in ("mixture", "model_roles", "opponent", "rewards"))
+_OPENED = frozenset(f"environment.{name}" for name in ("curriculum", "reward_weights", "reward_weights_end", "rewards"))
 """Fields that only an opened environment can check, beside knobs."""
 
 
@@ -137,10 +141,10 @@ async def edit_config(
 async def _require_opening(
     workshop: Workshop, former: Draft, config: Config, changed: Sequence[Change], caller: Caller
 ) -> list[str]:
-    """Find the environments of an edited configuration, and open the selected one with it, if the edit concerns them.
+    """Find the environments and helpers of an edited configuration, and open the environments that the edit concerns.
 
     Returns:
-        A warning if the opened environment has no tasks.
+        A warning of each opened environment that has no tasks.
 
     Raises: See `edit_config`.
     """
@@ -149,17 +153,31 @@ async def _require_opening(
     if not opens and not names & _SOURCES:
         return []
     edited, folders = replace(former, config=config), workshop.home.environment_folders(workshop.settings())
+    members, known = members_of(section), members_of(former.config.environment)[1:]
+    sources: list[EnvironmentSource] = []
     if names & _SOURCES:
-        await to_thread.run_sync(blend, edited, workshop.catalog.find, folders)
+        settings, file = workshop.settings(), workshop.home.settings_file
+        await to_thread.run_sync(resolve_helpers, section, settings, workshop.home.preset_folders, file)
+        sources = (await to_thread.run_sync(blend, edited, workshop.catalog.find, folders)).mixture
+    plans = [(member, source) for member, source in zip(members[1:], sources, strict=False) if member not in known]
     if opens:
-        source = await to_thread.run_sync(own_source, edited, folders)
-        entry = replace(await to_thread.run_sync(workshop.catalog.find, section.name), environment=source)
-        weights = {**section.reward_weights_end, **section.reward_weights}
-        options = options_of(workshop, section.model_copy(update={"reward_weights": weights}))
-        described = await describe(workshop, entry, options, examples=0, caller=caller)
-        remember(workshop, entry.name, section.knobs, described)
-        return no_tasks_lines(described)
-    return []
+        plans.insert(0, (members[0], await to_thread.run_sync(own_source, edited, folders)))
+    # Side by side: the caller waits for the slowest alone, and one that still loads hides no mistake of another.
+    opened = await asyncio.gather(*(_open(workshop, *plan, caller) for plan in plans), return_exceptions=True)
+    failures = [result for result in opened if isinstance(result, BaseException)]
+    for failure in sorted(failures, key=lambda failure: isinstance(failure, NotPossibleNow)):
+        raise failure
+    return [line for lines in opened if not isinstance(lines, BaseException) for line in lines]
+
+
+async def _open(workshop: Workshop, plan: MemberPlan, source: EnvironmentSource, caller: Caller) -> list[str]:
+    section = plan.section
+    entry = replace(await to_thread.run_sync(workshop.catalog.find, plan.name), environment=source)
+    weights = {**section.reward_weights_end, **section.reward_weights}
+    options = options_of(workshop, section.model_copy(update={"reward_weights": weights}))
+    described = await describe(workshop, entry, options, examples=0, caller=caller)
+    remember(workshop, entry.name, section.knobs, described)
+    return no_tasks_lines(described)
 
 
 async def open_drafts(workshop: Workshop) -> str:

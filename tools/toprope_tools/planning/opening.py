@@ -14,7 +14,7 @@ from anyio import to_thread
 
 from toprope.errors import EnvironmentFailed
 from toprope.records.walls import Walls, allowed_network
-from toprope.settings.sections.environment import EnvironmentSection, rewards_of
+from toprope.settings.sections.environment import EnvironmentSection, curriculum_of, rewards_of
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import call
 from toprope.workbench.catalog.catalog import Description, Entry
@@ -44,7 +44,11 @@ def options_of(workshop: Workshop, section: EnvironmentSection, **more: Any) -> 
         network=allowed_network(workshop.home.locks(), section.network),
         walls=Walls.of_home(workshop.home),
     )
-    return WorkerOptions(**{**options, **more})
+    options |= more
+    if (curriculum := curriculum_of(section.curriculum)) is not None:
+        options["levels"] = tuple({**options["knobs"], curriculum.knob: level} for level in curriculum.levels)
+        options["knobs"] = options["levels"][curriculum.measured]
+    return WorkerOptions(**options)
 
 
 async def describe(
@@ -64,7 +68,12 @@ async def describe(
         workshop,
         entry,
         lambda: workshop.catalog.describe(entry, options, examples=examples),
-        asked={"examples": examples, "knobs": dict(options.knobs), "weights": dict(options.reward_weights)},
+        asked={
+            "examples": examples,
+            "knobs": dict(options.knobs),
+            "levels": options.levels,
+            "weights": dict(options.reward_weights),
+        },
         # The start of the interpreter and the first tasks have the same limit as loading, and examples take calls.
         limit_s=3 * options.load_timeout_s + 4 * options.call_timeout_s,
         caller=caller,

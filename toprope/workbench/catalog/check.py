@@ -190,8 +190,7 @@ class _Check:
         link = await self._options.start(self._entry, variables, self._folder, self._printed)
         try:
             started = time.monotonic()
-            rewards = [reward.model_dump() for reward in self._entry.environment.rewards]
-            card = await self._options.open(link, self._entry, max_turns=self._max_turns, rewards=rewards)
+            card = await self._options.open(link, self._entry, max_turns=self._max_turns)
         except BaseException:
             await asyncio.shield(link.close(0))
             raise

@@ -23,6 +23,7 @@ from toprope.sdk.wall.plan import Network
 from toprope.sdk.wall.scratch import Scratch
 from toprope.supervisor.environment_variables import keeper_variables, split_keeper_variables
 from toprope.text_format import call, secret_values
+from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.workers.walls import environment_wall, missing_wall
 from toprope.untrusted import marked, named
@@ -75,6 +76,8 @@ class WorkerOptions:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Knobs that differ from the defaults."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    levels: tuple[Mapping[str, Any], ...] = ()
+    """Knobs of the levels of a curriculum, each of which is opened."""
     load_timeout_s: float = 120.0
     """Seconds for the worker's start, and again for loading."""
     call_timeout_s: float = 20.0
@@ -104,14 +107,18 @@ class WorkerOptions:
         return worker
 
     async def open(self, worker: EnvironmentWorker, entry: Entry, **more: Any) -> Card:
-        """Open the environment in a started worker."""
-        return await worker.open(
-            entry.environment.for_worker(self.tool_variables, self.knobs),
+        """Open the environment in a started worker, with its reward functions and the levels of its curriculum."""
+        card = await worker.open(
+            entry.environment.for_worker(self.tool_variables, self.knobs, *self.levels),
             timeout=self.load_timeout_s,
             knobs=dict(self.knobs),
             reward_weights=dict(self.reward_weights),
+            rewards=[reward.model_dump() for reward in entry.environment.rewards],
             **more,
         )
+        for number, knobs in enumerate(self.levels):
+            await worker.vary(level_variant(number), knobs, timeout=self.load_timeout_s)
+        return card
 
 
 def _as_in_runs() -> dict[str, str]:
