@@ -96,11 +96,39 @@ def test_interrupted_search_goes_on_from_its_journal(tmp_path) -> None:
     assert done["epochs_completed"] == 9
     with journal.open("a") as file:
         file.write('{"seed": 0, "resu')
-    again = evolve(Letters(), ["zzzzzzz"], config, journal=journal)
+    again = evolve(Letters(), ["aaaaaaa"], config, journal=journal)
     assert again.epochs_completed == len(again.history) == 30 and again.best_score >= done["best_score"]
     assert again.evaluations > done["evaluations"]
-    with pytest.raises(InvalidRequest, match="another search"):
-        evolve(Letters(), ["a" * 7], EvolutionConfig(seed=1), journal=journal)
+
+
+def test_journal_of_another_search_is_refused(tmp_path) -> None:
+    class Others(Letters):
+        pass
+
+    journal, small, first = tmp_path / "search.jsonl", EvolutionConfig(epochs=2, population_size=4), ["a" * 7]
+    done = evolve(Letters(), first, small, journal=journal)
+    for strategy, population, config in (
+        (Others(), first, small),
+        (Letters(), ["z" * 7], small),
+        (Letters(), first, EvolutionConfig(epochs=2, population_size=5)),
+        (Letters(), first, EvolutionConfig(epochs=2, population_size=4, seed=1)),
+    ):
+        with pytest.raises(InvalidRequest, match="another search"):
+            evolve(strategy, population, config, journal=journal)
+    assert evolve(Letters(), first, small, journal=journal) == done
+
+
+def test_search_survives_an_epoch_in_which_every_evaluation_failed() -> None:
+    class Interrupted(Letters):
+        def evaluate(self, candidate: str) -> float:
+            score = super().evaluate(candidate)
+            if len(self.asked) <= 4:
+                raise TimeoutError("no connection")
+            return score
+
+    result = evolve(Interrupted(), ["aaaaaaa"], EvolutionConfig(epochs=10, population_size=4))
+    assert len(result.failures) == 4 and result.history[0] == -math.inf
+    assert result.best_score >= 0 and min(result.history[1:]) >= 0
 
 
 def test_wrong_arguments_are_refused() -> None:

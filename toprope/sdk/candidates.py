@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import json
 import math
@@ -100,7 +101,8 @@ def evolve(
             Candidates must be JSON values then.
 
     Raises:
-        InvalidRequest: The population is empty, `select` returned strangers, or the journal is of another search.
+        InvalidRequest: The population is empty, `select` returned strangers, or the journal is of another search: its
+            strategy's class, first population, population_size or seed differ.
     """
     return asyncio.run(evolve_async(strategy, population, config, on_phase=on_phase, journal=journal))
 
@@ -119,7 +121,7 @@ async def evolve_async(
         raise InvalidRequest("The first population is empty.")
     search = _Search(strategy, config, None if journal is None else Path(journal))
     on_phase("init", 1)
-    present = search.resumed() or await search.fill(list(population), 1)
+    present = search.resumed(population) or await search.fill(list(population), 1)
     for epoch in range(search.result.epochs_completed + 1, config.epochs + 1):
         on_phase("evaluating", epoch)
         scores = await search.score(present)
@@ -139,12 +141,23 @@ class _Search:
         self._strategy, self._config, self._journal = strategy, config, journal
         self._limit = asyncio.Semaphore(config.concurrency)
         self.result = EvolutionResult()
-        self._known: list[tuple[Any, float | None]] = []
-        """Candidates of the last population with their scores: survivors are not evaluated again."""
+        self._known: list[tuple[Any, float]] = []
+        """Candidates of the last population with their scores: survivors are not evaluated again. A failure is not kept,
+        because the next attempt may succeed."""
+        self._identity: dict[str, Any] = {}
+        """The fields of the journal that distinguish searches."""
 
-    def resumed(self) -> list[Any]:
+    def resumed(self, first: Sequence[Any]) -> list[Any]:
         """The population to go on with; empty if there is no journal yet."""
-        if self._journal is None or not self._journal.exists():
+        if self._journal is None:
+            return []
+        self._identity = {
+            "strategy": type(self._strategy).__qualname__,
+            "seed": self._config.seed,
+            "population_size": self._config.population_size,
+            "first_population": hashlib.sha256(json.dumps(list(first), sort_keys=True).encode()).hexdigest(),
+        }
+        if not self._journal.exists():
             return []
         state: dict[str, Any] | None = None
         for line in self._journal.read_text(encoding="utf-8").splitlines():
@@ -154,12 +167,15 @@ class _Search:
                 continue  # torn by a kill
         if state is None:
             return []
-        if state.get("seed") != self._config.seed:
-            raise InvalidRequest(f"{self._journal} is of another search (seed {state.get('seed')}).")
+        for name, value in self._identity.items():
+            if state.get(name, value) != value:  # older journals have the seed only
+                raise InvalidRequest(
+                    f"{self._journal} is of another search ({name} {state[name]}, here {value}). Give each its own file."
+                )
         result = state["result"]
         best_score = -math.inf if result["best_score"] is None else result["best_score"]
         self.result = EvolutionResult(**{**result, "best_score": best_score})
-        self._known = [(candidate, score) for candidate, score in state["known"]]
+        self._known = [(candidate, score) for candidate, score in state["known"] if score is not None]
         return list(state["population"])
 
     def record(self, population: list[Any]) -> None:
@@ -169,7 +185,7 @@ class _Search:
         result = vars(self.result) | {
             "best_score": self.result.best_score if math.isfinite(self.result.best_score) else None
         }
-        state = {"seed": self._config.seed, "result": result, "known": self._known, "population": population}
+        state = self._identity | {"result": result, "known": self._known, "population": population}
         with self._journal.open("a", encoding="utf-8") as file:
             file.write(json.dumps(state) + "\n")
             file.flush()
@@ -191,9 +207,11 @@ class _Search:
             return score if math.isfinite(score) else None
 
         scores = list(await asyncio.gather(*(score_of(candidate) for candidate in population)))
-        self._known = list(zip(population, scores, strict=True))
+        self._known = [
+            (candidate, score) for candidate, score in zip(population, scores, strict=True) if score is not None
+        ]
         for candidate, score in self._known:
-            if score is not None and score > self.result.best_score:
+            if score > self.result.best_score:
                 self.result.best, self.result.best_score = candidate, score
         valid_scores = [score for score in scores if score is not None]
         self.result.history.append(max(valid_scores, default=-math.inf))
