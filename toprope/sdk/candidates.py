@@ -142,8 +142,8 @@ class _Search:
         self._limit = asyncio.Semaphore(config.concurrency)
         self.result = EvolutionResult()
         self._known: list[tuple[Any, float]] = []
-        """Candidates of the last population with their scores: survivors are not evaluated again. A failure is not kept,
-        because the next attempt may succeed."""
+        """Candidates of the last population with their scores: survivors are not evaluated again. Failures are not
+        kept, because the next attempt may succeed."""
         self._identity: dict[str, Any] = {}
         """The fields of the journal that distinguish searches."""
 
@@ -170,7 +170,7 @@ class _Search:
         for name, value in self._identity.items():
             if state.get(name, value) != value:  # older journals have the seed only
                 raise InvalidRequest(
-                    f"{self._journal} is of another search ({name} {state[name]}, here {value}). Give each its own file."
+                    f"{self._journal} is of another search: {name} {state[name]}, here {value}. Give each its own file."
                 )
         result = state["result"]
         best_score = -math.inf if result["best_score"] is None else result["best_score"]

@@ -111,6 +111,25 @@ def test_run_whose_curriculum_opened_a_level_has_learned() -> None:
         assert ("far_from_preset" in {finding.rule for finding in diagnosis.open}) is not opened
 
 
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_weights_that_change_on_the_way_hide_no_progress(scheduled: bool) -> None:
+    """The reward falls by the schedule of its weights alone, while success rises."""
+    series: dict[str, Any] = {
+        "reward": lambda row: 0.08 - 0.06 * row / 100,
+        "entropy": lambda row: 0.4 if row < 55 else 0.6,
+        "moved": 0.3,
+    }
+    weights = {"environment__reward_weights_end": {"accuracy": 0.3}} if scheduled else {}
+    found = explained(series, {"rollout.top_p": [1.0, 0.5]}, rollout__top_p=0.5, **weights)
+    assert bool({"collapse", "learning_rate_high"} & {cause.rule for cause in found.causes}) is not scheduled
+    assert bool(found.causes) is not scheduled
+
+
+def test_weights_of_the_reward_are_an_aim_and_no_distance_from_the_preset() -> None:
+    differs: dict[str, list[Any]] = {"environment.reward_weights": [{}, {"accuracy": 0.6}]}
+    assert explained(FLAT, differs, 200, environment__reward_weights={"accuracy": 0.6}).causes == []
+
+
 @pytest.mark.parametrize("unknown", [True, False])
 def test_longer_answers_are_not_advised_where_the_policy_does_not_know_the_task(unknown: bool) -> None:
     diagnosis = Diagnosis(config(), unknown_task=unknown)

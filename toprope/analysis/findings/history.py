@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from toprope.settings.schema import Config
+from toprope.settings.sections.environment import members_of
 
 TRACKED = (
     "loss",
@@ -149,6 +150,9 @@ class TrainingHistory:
     def __init__(self, config: Config, preset: Mapping[str, Any] | None = None, *, unknown_task: bool = False) -> None:
         self.config, self.unknown_task = config, unknown_task
         self.preset = preset or {}
+        scheduled = any(plan.section.reward_weights_end for plan in members_of(config.environment))
+        self.aim = "success" if scheduled else "reward"
+        """The metric that tells if a run learns. Weights that change on the way change the rewards of equal answers."""
         self.steps = config.budget.steps
         self.window = max(_SHORTEST, min(_LONGEST, self.steps // 20))
         self.early = max(2 * self.window, min(60, self.steps // 10))
@@ -161,7 +165,7 @@ class TrainingHistory:
         self.environments: dict[str, dict[str, Series]] = {}
         """The series of each environment of a mixture, by label and name (`BY_ENVIRONMENT`)."""
         self.entropy_at_best: float | None = None
-        """Entropy of the window in which the reward was highest."""
+        """Entropy of the window in which `aim` was highest."""
         self.dropped: deque[tuple[float, float]] = deque(maxlen=self.window + 1)
         """Per row: (groups delivered or dropped as stale so far, groups dropped as stale so far)."""
         self._delivered = 0.0
@@ -199,8 +203,7 @@ class TrainingHistory:
             if value is not None and math.isfinite(value):
                 series.add(value, self.rows)
         self._add_environments(row)
-        reward = self._series["reward"]
-        if reward.best_at == self.rows:
+        if self._series[self.aim].best_at == self.rows:
             self.entropy_at_best = self._series["entropy"].mean
         stale = float(row.get("dropped/stale") or 0.0)
         self._delivered += float(row.get("groups/delivered") or 0.0)
@@ -252,15 +255,15 @@ class TrainingHistory:
 
     @property
     def gain(self) -> float:
-        """Recent reward minus that of the first window; 0 before the first window is full."""
-        reward = self._series["reward"]
-        return 0.0 if reward.start is None or reward.mean is None else reward.mean - reward.start
+        """Recent mean of `aim` minus that of the first window; 0 before the first window is full."""
+        aim = self._series[self.aim]
+        return 0.0 if aim.start is None or aim.mean is None else aim.mean - aim.start
 
     @property
     def noise(self) -> float:
-        """Difference of two windows' mean rewards by chance: three standard errors of a difference."""
-        reward = self._series["reward"]
-        single = max(reward.spread, reward.start_spread)
+        """Difference of two windows' means of `aim` by chance: three standard errors of a difference."""
+        aim = self._series[self.aim]
+        single = max(aim.spread, aim.start_spread)
         return 3.0 * single * math.sqrt(2.0 / self.window)
 
     @property

@@ -53,10 +53,10 @@ def nan(history: TrainingHistory) -> Symptom | None:
 
 def collapse(history: TrainingHistory) -> Symptom | None:
     """The reward fell by more than half from its best while entropy rose, or all earlier signal is gone."""
-    reward = history["reward"]
-    if reward.best is None or nothing_scored(history):
+    aim = history[history.aim]
+    if aim.best is None or nothing_scored(history):
         return None
-    recent_reward = history.recent("reward")
+    recent_aim = history.recent(history.aim)
     entropy, before = history.recent("entropy"), history.entropy_at_best
     risen = before is not None and entropy > 1.1 * before and _unlearned(history)
     if not risen and not _signal_lost(history):
@@ -65,11 +65,11 @@ def collapse(history: TrainingHistory) -> Symptom | None:
     changes = {_RATE: _lower(history, rate / 5)}
     return Symptom(
         "critical",
-        f"The reward fell from {reward.best:.3g} to {recent_reward:.3g} and "
+        f"The {history.aim} fell from {aim.best:.3g} to {recent_aim:.3g} and "
         f"{'entropy rose' if risen else 'all signal is gone'}: the policy has collapsed.",
         {
-            "best_reward": reward.best,
-            "reward": recent_reward,
+            f"best_{history.aim}": aim.best,
+            history.aim: recent_aim,
             "entropy": entropy,
             "entropy_at_best": before or 0.0,
             "all_wrong_share": history.recent(_WRONG),
@@ -223,13 +223,13 @@ def kl(history: TrainingHistory) -> Symptom | None:
 
 def entropy_gone(history: TrainingHistory) -> Symptom | None:
     """The policy stopped exploring below its target: entropy is gone and the reward stagnates."""
-    entropy, reward = history["entropy"], history["reward"]
-    if not entropy.start or reward.best is None or history.rows < history.early or _done(history):
+    entropy, aim = history["entropy"], history[history.aim]
+    if not entropy.start or aim.best is None or history.rows < history.early or _done(history):
         return None
     if history.thrown_off:
         return None
     recent_entropy = history.recent("entropy")
-    still = history.rows - reward.best_at >= history.window
+    still = history.rows - aim.best_at >= history.window
     if recent_entropy > 0.1 * entropy.start or not still:
         return None
     if history.recent("success") >= _NEARLY:
@@ -284,13 +284,13 @@ def _said_steps(history: TrainingHistory) -> str:
 
 
 def _unlearned(history: TrainingHistory) -> bool:
-    """Return True if more than half of the best gain in reward is lost, beyond chance."""
-    reward = history["reward"]
-    if reward.best is None or reward.lowest is None or reward.mean is None:
+    """Return True if more than half of the best gain is lost, beyond chance."""
+    aim = history[history.aim]
+    if aim.best is None or aim.lowest is None or aim.mean is None:
         return False
-    floor = min(0.0, reward.lowest)
-    fall = reward.best - reward.mean
-    return fall > 0.5 * (reward.best - floor) and fall > history.noise
+    floor = min(0.0, aim.lowest)
+    fall = aim.best - aim.mean
+    return fall > 0.5 * (aim.best - floor) and fall > history.noise
 
 
 def _signal_lost(history: TrainingHistory) -> bool:

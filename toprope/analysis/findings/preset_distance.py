@@ -44,7 +44,6 @@ _FAR: dict[str, Callable[[Any, Any], bool]] = {
     "algorithm.epsilon": _less(10),
     "algorithm.epsilon_high": _less(10),
     "algorithm.shuffle_rewards": lambda now, usual: now and not usual,
-    "environment.reward_weights": lambda now, usual: now != usual,
     "budget.steps": _less(4),
     "budget.max_train_seconds": lambda now, usual: now is not None and (usual is None or now * 4 <= usual),
 }
