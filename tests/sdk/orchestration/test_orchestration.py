@@ -299,6 +299,15 @@ def test_made_up_facts_are_found_offline():
     assert made_up_facts(300) == made_up_facts(300) and len(made_up_facts(300)) == 300
 
 
+def test_made_up_facts_cost_as_much_as_the_owners_search(tmp_path: Path):
+    (tmp_path / "notes.md").write_text("Ropes hold.")
+    lent = {"web_search": {"corpus": str(tmp_path), "usd": 0.005}}
+    for facts in (0, 50):
+        environment = opened(lent, tools=["web_search", "calculator"], facts=facts)
+        outcome = played(environment, "TOOL: web_search\nINPUT: ropes", "FINAL_ANSWER: 0")[0].outcome
+        assert outcome.parts["usd"] == 0.005
+
+
 def test_impossible_actions_are_observed():
     environment = opened(max_turns=4)
     turn, rollout = played(environment, "nonsense", "TOOL: nope\nINPUT: 1", "TOOL: calculator\nINPUT: oops(")

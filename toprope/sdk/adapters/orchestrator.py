@@ -127,8 +127,13 @@ class Orchestrator(Environment):
                     else ""
                 )
                 raise InvalidRequest(f"Unknown tool {name!r} here.{extra} {nearest(name, available, 'Tools')}")
-            declared = name in self._declared and name not in search
-            tool = _tool(name, self._declared[name]) if declared else offered[name]()
+            declaration = self._declared.get(name)
+            if declaration is None:
+                tool = offered[name]()
+            elif name in search:  # the facts replace the owner's source, at its price
+                tool = replace(offered[name](), price=_price(declaration))
+            else:
+                tool = _tool(name, declaration)
             price = Price(
                 usd=knobs.usd.get(name, tool.price.usd),
                 seconds=knobs.seconds.get(name, tool.price.seconds),
@@ -272,9 +277,6 @@ def _value(question: str) -> int:
 
 def _tool(name: str, declaration: Mapping[str, Any]) -> Tool:
     """Make a tool that the owner declared; the settings have validated its keys."""
-    price = Price(
-        **{key: declaration[key] for key in ("usd", "seconds", "joules", "watts") if declaration.get(key) is not None}
-    )
     limit = float(declaration.get("timeout_s") or 30.0)
     if declaration.get("corpus"):
         tool = web_search(Corpus.of(Path(declaration["corpus"])).search)
@@ -285,7 +287,13 @@ def _tool(name: str, declaration: Mapping[str, Any]) -> Tool:
     else:
         tool = _from_mcp(name, declaration, limit)
     described = declaration.get("description") or tool.description
-    return Tool(name, described, tool.call, tool.parameters, price, limit, tool.close)
+    return Tool(name, described, tool.call, tool.parameters, _price(declaration), limit, tool.close)
+
+
+def _price(declaration: Mapping[str, Any]) -> Price:
+    return Price(
+        **{key: declaration[key] for key in ("usd", "seconds", "joules", "watts") if declaration.get(key) is not None}
+    )
 
 
 def _function(target: str) -> Callable[..., Any]:
