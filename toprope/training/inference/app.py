@@ -50,6 +50,7 @@ from toprope.training.inference.dialect import (
     format_events,
     format_response,
     instructed_messages,
+    left_out,
     other_temperature,
     to_request,
     unpromised,
@@ -207,6 +208,7 @@ class InferenceServer:
         return await self._chat_answer(request, self._with_settings(body, session), session)
 
     async def _chat_answer(self, request: HttpRequest, body: ChatRequest, session: str) -> Response:
+        self._check(body, session)
         tools, instructed = allowed_tools(body), instructed_messages(body)
         if field := unpromised(body):
             self._tell_once(field, "asked of the policy, whose sampling is not constrained")
@@ -224,8 +226,6 @@ class InferenceServer:
         else:
             raise BadRequest(f"the policy's chat template rejects these messages: {problem}")
         prompt_ids = self._prompt_ids(text, session)
-        if body.top_logprobs:
-            raise BadRequest("top_logprobs is not supported; logprobs of the sampled tokens are")
         samples = await self._sample(to_request(body, prompt_ids, self._engine.max_context), request)
         self._record(session, text, prompt_ids, samples)
         choices = self._choices(body, samples, logprobs=bool(body.logprobs))
@@ -236,8 +236,9 @@ class InferenceServer:
 
     async def _completions(self, request: HttpRequest, session: str) -> Response:
         body = self._with_settings(msgspec.json.decode(await _body(request), type=CompletionRequest), session)
+        self._check(body, session)
         prompts = completion_prompts(body.prompt)
-        if session and not is_outside(session) and len(prompts) != 1:
+        if session not in ("", UNRECORDED) and not is_outside(session) and len(prompts) != 1:
             raise BadRequest("a session accepts one prompt at a time")
         all_ids = [
             self._prompt_ids(prompt, session) if isinstance(prompt, str) else self._check_ids(prompt)
@@ -268,6 +269,10 @@ class InferenceServer:
             if any(not 0 <= start < end <= len(row.tokens) for start, end in row.spans):
                 raise BadRequest("spans must lie within their row")
         return _json(MatchAnswer([self.samples.match(row) for row in body.rows]))
+
+    def _check(self, body: ChatRequest | CompletionRequest, session: str) -> None:
+        if field := left_out(body, in_rollout=session not in ("", UNRECORDED)):
+            self._tell_once(field, "left out, because rollouts are sampled as the trainer computes")
 
     def _with_settings(self, body: AnyRequest, session: str) -> AnyRequest:
         settings = self.outside if is_outside(session) else self.sessions.sampling(session)

@@ -42,6 +42,9 @@ class _Sampling(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
@@ -63,6 +66,9 @@ class CompletionRequest(_Sampling, kw_only=True):
 
     prompt: Any
     logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
 
 
 AnyRequest = TypeVar("AnyRequest", bound=_Sampling)
@@ -132,6 +138,28 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Samp
         stop=[word for word in stop if word],
         seed=body.seed,
     )
+
+
+def left_out(body: ChatRequest | CompletionRequest, *, in_rollout: bool) -> str | None:
+    """The penalty of a request that sampling leaves out; None if it has no penalty.
+
+    In a rollout, which is sampled as the trainer computes, a penalty is no error: agents of others always send some.
+
+    Raises:
+        BadRequest: The answer would lack what the request asks for, or other requests than those of rollouts penalise.
+    """
+    if isinstance(body, ChatRequest):
+        asked: dict[str, Any] = {"top_logprobs": body.top_logprobs}
+    else:
+        best_of = None if body.best_of == (1 if body.n is None else body.n) else body.best_of
+        more = body.logprobs is not None and body.logprobs > 1
+        asked = {"echo": body.echo, "suffix": body.suffix, "best_of": best_of, "logprobs above 1": more}
+    penalties = {name: getattr(body, name) for name in ("frequency_penalty", "presence_penalty", "logit_bias")}
+    for name, value in asked.items() if in_rollout else (asked | penalties).items():
+        if value:
+            known = "; logprobs of the sampled tokens are" if "logprobs" in name else ""
+            raise BadRequest(f"{name} is not supported{known}")
+    return next((name for name, value in penalties.items() if value), None)
 
 
 def allowed_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
