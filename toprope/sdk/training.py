@@ -266,7 +266,7 @@ class Trainer(ABC):
             CheckFailed: A check found problems; nothing was trained.
         """
         try:
-            if self.state is State.CREATED:
+            if self.state is not State.VALIDATED:
                 self.validate(session, told)
             if session.resumed is not None:
                 self.load(session.resumed)

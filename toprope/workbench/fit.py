@@ -178,10 +178,10 @@ def _unknown_task(config: Config, tasks: TaskSample | None, tested: Baseline | N
     if config.sft.learning_rate < _LEAST_SFT_RATE:
         changes["sft.learning_rate"] = _SFT_RATE
     if tasks is not None and not tasks.is_shown:
-        return Misfit("unknown_task", f"{claim}, and there are no reference answers to show it: its reward stays 0.")
+        return Misfit("unknown_task", f"{claim}, and there are no reference answers to show it: its reward may stay 0.")
     return Misfit(
         "unknown_task",
-        f"{claim}: its reward stays near 0 until supervised fine-tuning has shown it answers.",
+        f"{claim}: its reward may stay near 0 until supervised fine-tuning has shown it answers.",
         changes,
         (f'Or take preset "{SFT_PRESET}". ' if config.policy.model == "embedded" else "")
         + 'Then algorithm.name grpo with policy.model "run:<id of that run>".',

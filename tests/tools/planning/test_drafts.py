@@ -10,6 +10,7 @@ from toprope_tools.planning.config import edit_config, get_config, open_drafts
 from toprope_tools.planning.environments import describe_environment, list_environments, select_environment
 from toprope_tools.results.results import get_results
 from toprope_tools.runs.inference import test_inference as try_inference
+from toprope_tools.runs.sweeps import start_sweep
 from toprope_tools.runs.training import resume_training, start_training, stop_training
 from toprope_tools.status.run_list import list_runs
 
@@ -92,6 +93,17 @@ def test_unknown_task_is_repeated_in_results_of_its_test(house):
     write_json(folder.evaluation("test"), {"version": 1, "label": "test", "sampled": measured, "greedy": None})
     told = do(get_results, shop, run_id=run_id).text
     assert f"Warning (unknown_task): {kept}" in told and "rollout.max_new_tokens" not in told
+
+
+def test_unknown_task_is_told_by_a_server_that_did_not_make_the_draft(house):
+    shop, _ = house
+    draft = draft_of(shop, preset="cpu-embedded")
+    shop.samples.clear()  # as in a new process
+    assert "Warning (unknown_task)" in do(start_training, shop, draft_id=draft, preview=True).text
+    shop.samples.clear()
+    space = {"optimizer.learning_rate": {"min": 1e-4, "max": 1e-2, "log": True}}
+    asked = {"space": space, "options": {"preview": True}}
+    assert "Warning (unknown_task)" in do(start_sweep, shop, draft_id=draft, **asked).text
 
 
 def test_mixture_with_task_unknown_to_the_policy_is_told_before_its_start(house):

@@ -84,6 +84,14 @@ def test_continuation_tells_that_a_falling_rate_goes_back_to_its_peak(house):
     assert "optimizer.learning_rate 0.001 -> 0.0001" in edited.text and f"run:{folder.run_id}" in edited.text
 
 
+def test_continuation_of_own_trainer_promises_its_weights_alone(house):
+    shop, launcher = house
+    config = Config()
+    config.algorithm.name, config.optimizer.lr_scheduler_type = "custom", "linear"
+    answer = do(resume_training, shop, run_id=completed_run(shop, launcher, config).run_id, steps=80)
+    assert "with the weights alone of" in answer.text and "learning rate" not in answer.text
+
+
 def test_continued_run_begins_after_tasks_whose_groups_were_skipped(completed):
     shop, _, folder = completed
     state = {"version": 1, "ended": {"sort_letters": 1900}, "mixer": {}}

@@ -50,10 +50,11 @@ def no_tasks_lines(described: Description) -> list[str]:
     return [f"Warning (no_tasks): {marked(described.refused, 400)}"] if described.refused else []
 
 
-async def remember_mixture(workshop: Workshop, config: Config) -> None:
-    """Keep the tasks of a mixture's other environments if the policy is embedded, which may not know them.
+async def remember_tasks(workshop: Workshop, config: Config) -> None:
+    """Keep the tasks of a configuration's environments if the policy is embedded, which may not know them.
 
-    An environment that does not load now is left out: the start finds that out.
+    Those of the selected environment are known already if this process made the draft. An environment that does not
+    load now is left out: the start finds that out.
     """
     if config.policy.model not in EMBEDDED:
         return
@@ -66,7 +67,7 @@ async def remember_mixture(workshop: Workshop, config: Config) -> None:
             remember(workshop, member.name, member.section.knobs, described)
 
     async with create_task_group() as group:  # side by side: the caller waits for the slowest alone
-        for member in members_of(config.environment)[1:]:
+        for member in members_of(config.environment):
             if _key(member.name, member.section.knobs) not in workshop.samples:
                 group.start_soon(load, member)
 

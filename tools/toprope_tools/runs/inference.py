@@ -15,7 +15,7 @@ from toprope.workbench.fit import Misfit, unknown_task, warning_lines
 from toprope.workbench.launch.start import StartRequest
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
-from toprope_tools.planning.fit import misfits_of, remember_mixture
+from toprope_tools.planning.fit import misfits_of, remember_tasks
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -77,7 +77,7 @@ async def test_inference(
         )
     misfits: list[Misfit] = []
     if not plan.models:
-        await remember_mixture(workshop, config)
+        await remember_tasks(workshop, config)
         misfits = await to_thread.run_sync(misfits_of, workshop, config)
     request = StartRequest(draft, plan, unknown_task=unknown_task(misfits))
     started = await to_thread.run_sync(workshop.starter.start, request)

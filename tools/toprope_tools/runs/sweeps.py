@@ -26,7 +26,7 @@ from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.clients import UNKNOWN, Client
-from toprope_tools.planning.fit import memory_warning, misfits_of
+from toprope_tools.planning.fit import memory_warning, misfits_of, remember_tasks
 from toprope_tools.planning.preview_text import asked_about, said, structured
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ async def start_sweep(
             return _answer_repeated(sweep, wait_s)
         return _answer_started(sweep, plan, wait_s, _warnings(workshop, draft, plan))
 
+    await remember_tasks(workshop, (await to_thread.run_sync(workshop.drafts.get, draft_id)).config)
     return await to_thread.run_sync(work)
 
 

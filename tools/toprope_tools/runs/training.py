@@ -36,7 +36,7 @@ from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.clients import UNKNOWN, Client
-from toprope_tools.planning.fit import memory_lines, memory_warning, misfits_of, remember_mixture
+from toprope_tools.planning.fit import memory_lines, memory_warning, misfits_of, remember_tasks
 from toprope_tools.planning.preview_text import ask_to_confirm, said, structured
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ async def start_training(
     """
     wait_s = await to_thread.run_sync(workshop.longest_wait_s, client)
     draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
-    await remember_mixture(workshop, draft.config)
+    await remember_tasks(workshop, draft.config)
     misfits = await to_thread.run_sync(_misfits, workshop, draft)
     plan = training_plan(draft.config)
     request = StartRequest(draft, plan, name, seeds, again, key, confirm, agreed, unknown_task=unknown_task(misfits))
@@ -222,10 +222,12 @@ def _continue(workshop: Workshop, run_id: str, steps: int | None, seconds: float
     locks = workshop.home.locks(Specification.read(folder).preset)
     frozen = freeze_continuation(folder, locks, steps=steps, seconds=seconds)
     [started] = start_frozen(workshop, [frozen])
+    own = started.config.algorithm.name == "custom"  # its optimizer and its schedule are its own affair
+    kept = "the weights alone" if own else "the weights and the optimizer"
     text = (
-        f"Started {started.run_id}: it goes on with the weights and the optimizer of {run_id}, which stays as it is, "
+        f"Started {started.run_id}: it goes on with {kept} of {run_id}, which stays as it is, "
         f"for at most {_limit(started)} more. Tasks follow those that {run_id} trained on.\n"
-        f"{_rate_again(folder, started)}"
+        f"{'' if own else _rate_again(folder, started)}"
         f"{_next(started.run_id, wait_s)}; then {call('compare_runs', a=run_id, b=started.run_id)}."
     )
     data = answers.Resumed(
