@@ -1,9 +1,11 @@
 """The owner's audit trail, freeze and folders, by the command line."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -43,6 +45,16 @@ def test_frozen_home_refuses_starts_and_resumes_until_it_is_thawed(tmp_path):
 def test_damaged_freeze_still_refuses(tmp_path):
     (tmp_path / "frozen").write_text("{")
     with pytest.raises(NotPossibleNow):
+        require_thawed(tmp_path)
+
+
+def test_freeze_needs_no_room(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    freeze(tmp_path, "emergency")
+    with pytest.raises(NotPossibleNow, match="froze this home"):
         require_thawed(tmp_path)
 
 

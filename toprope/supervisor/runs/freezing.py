@@ -8,18 +8,24 @@ from pathlib import Path
 
 from toprope.atomic import write_json
 from toprope.errors import NotPossibleNow, visible
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.text_format import moment
 
 _NAME = "frozen"
 
 
 def freeze(home: Path, reason: str = "") -> None:
-    """Refuse starts and resumes in a home from now on.
+    """Refuse starts and resumes in a home from now on. On a full disk the file is empty, which needs no room.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: Not even an empty file can be created.
     """
-    write_json(home / _NAME, {"at": time.time(), "reason": reason})
+    try:
+        write_json(home / _NAME, {"at": time.time(), "reason": reason})
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        (home / _NAME).touch(mode=0o600)
 
 
 def thaw(home: Path) -> bool:
