@@ -15,6 +15,7 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
+from toprope.records.run.usage import Usage
 from toprope.settings.clusters import Clusters
 from toprope.settings.limits import FrozenLimits
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts, reserved
@@ -80,14 +81,14 @@ def test_lock_that_cannot_be_opened_hides_no_run_and_stops_no_start(harness, fro
 
 def test_run_that_cannot_be_weighed_counts_as_live_with_unknown_use(harness, monkeypatch):
     folder, other = left(harness), left(harness)
-    stat = os.stat
+    read = Usage.read
 
-    def refuses(path, **named):
-        if path == folder.spec:
+    def refuses(one):
+        if one == folder:
             raise PermissionError(13, "Permission denied")
-        return stat(path, **named)
+        return read(one)
 
-    monkeypatch.setattr(os, "stat", refuses)
+    monkeypatch.setattr(Usage, "read", refuses)
     accounts = {account.run_id: account for account in read_accounts(folder.path.parent)}
     assert accounts[folder.run_id].live and not accounts[folder.run_id].used_today
     assert not accounts[other.run_id].live

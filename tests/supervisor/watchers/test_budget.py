@@ -15,6 +15,7 @@ from toprope import atomic
 from toprope.machine import gpu_names
 from toprope.records.messages import Used
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import Cap, FrozenLimits
@@ -159,7 +160,10 @@ def test_usage_and_states_reach_the_disk(tmp_path, monkeypatch):
 
 def test_account_holds_reservation_then_usage(harness):
     runs, folder = started(harness, reserved={"cpu_hours": 5.0}, behaviours={"trainer": {"endless": True}})
-    [account] = read_accounts(runs.path, folder.spec.stat().st_mtime)
+    os.utime(folder.spec, (1.0, 1.0))  # as a copy of the home leaves it
+    created_at = Specification.read(folder).created_at
+    assert not read_accounts(runs.path, 1.0)[0].started_today
+    [account] = read_accounts(runs.path, created_at)
     assert account.live and account.started_today
     assert account.held("cpu_hours") == pytest.approx(5.0, abs=0.1)
     runs.stop(folder.run_id)

@@ -202,17 +202,20 @@ def _read_account(folder: RunFolder, today: str) -> Account:
     used = {} if spent is None else {"cpu_hours": spent.cpu_s / 3600, "gpu_hours": spent.gpu_s / 3600}
     if spent is not None and spent.cost_usd is not None:
         used["cost_usd"] = spent.cost_usd
-    try:
-        # The file's time is that of the run's start, also after a resume that raised its limits.
-        started = day_of(folder.spec.stat().st_mtime)
-    except FileNotFoundError:
-        started = ""
-    amounts = _read_reserved(folder) if live else {}
-    return Account(folder.run_id, live, started == today, usage, used, amounts)
+    # The file's time is not that of the start in a home that was restored from a copy.
+    created_at, amounts = _read_frozen(folder)
+    started_today = created_at is not None and day_of(created_at) == today
+    return Account(folder.run_id, live, started_today, usage, used, amounts if live else {})
 
 
-def _read_reserved(folder: RunFolder) -> dict[str, float]:
+def _read_frozen(folder: RunFolder) -> tuple[float | None, Mapping[str, float]]:
+    """Return the time at which a run was frozen, None if it is not known, and what its limits reserve."""
     try:
-        return FrozenLimits.model_validate(read_json(folder.spec)["limits"]).reserved
-    except (NotFound, Corrupt, KeyError, TypeError, ValidationError):
-        return {}  # a run that an earlier version started
+        specification = read_json(folder.spec)
+        created_at = float(specification["created_at"])
+    except (NotFound, Corrupt, KeyError, TypeError, ValueError):
+        return None, {}
+    try:
+        return created_at, FrozenLimits.model_validate(specification["limits"]).reserved
+    except (KeyError, TypeError, ValidationError):
+        return created_at, {}  # a run that an earlier version started

@@ -132,8 +132,5 @@ def resume_run(home: Home, runs: RunManager, run_id: str, *, by_owner: bool = Fa
                 specification = specification.model_copy(update={"code": code})
                 reservation.enter_context(reserved(home.runs, [specification]))
                 if specification != frozen:
-                    written = folder.spec.stat()
                     specification.write(folder)
-                    # The ledger's day of its start.
-                    os.utime(folder.spec, ns=(written.st_atime_ns, written.st_mtime_ns))
         return runs.resume(run_id, variables), specification
