@@ -1,12 +1,15 @@
 """The command line for people, over real processes: following runs, logs, deleting old ones."""
 
+import errno
 import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -18,7 +21,9 @@ from toprope.errors import InvalidValue
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import CrewMember, EventLog, Failure, Status
+from toprope.records.run.usage import Spent, Usage, day_of
 from toprope.settings.schema import Config
+from toprope.supervisor.capacity.budget_ledger import deletion, read_accounts
 from toprope.supervisor.lock import RunLock
 
 COMMAND = [sys.executable, "-P", "-m", "toprope_server.cli"]
@@ -219,11 +224,11 @@ def test_prune_deletes_only_old_ended_runs_after_dry_run(tmp_path):
         other.release()
 
 
-def specify(folder, config):
+def specify(folder, config, created_at=0.0):
     Specification(
         run_id=folder.run_id,
         kind="train",
-        created_at=0.0,
+        created_at=created_at,
         toprope_version="0",
         environment=EnvironmentSource(name="words", file="x", attribute="X"),
         config=config,
@@ -258,6 +263,35 @@ def test_prune_keeps_members_of_live_and_kept_sweeps(tmp_path):
         assert "old: " in kept and f"{other}-m01: " not in kept and f"{other}-final: " not in kept
     finally:
         lock.release()
+
+
+def test_prune_leaves_what_a_run_counts_towards_today(tmp_path):
+    run = make_run(tmp_path, "spell-261130-0725-b8cr", "completed", ended=60.0)
+    specify(run, Config(), created_at=time.time())
+    Usage(usd=3.0, days={day_of(time.time()): Spent(usd=3.0, cpu_s=3600.0)}).write(run)
+    runs = tmp_path / "home" / "runs"
+    before = read_accounts(runs)
+    assert toprope(tmp_path, "prune", "--keep", "0", "--yes").returncode == 0
+    [account] = read_accounts(runs)
+    assert (account.started_today, account.is_run, account.live) == (True, True, False)
+    assert account.used_today == before[0].used_today == {"cost_usd": 3.0, "cpu_hours": 1.0, "gpu_hours": 0.0}
+    assert not run.path.exists() and read_accounts(runs, time.time() - 9 * DAY) == []
+    assert read_accounts(runs, time.time() + DAY) == read_accounts(runs) == []
+
+
+def test_deletion_on_a_full_disk_leaves_what_a_run_counts_towards_today(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "spell-261130-0725-b8cr", "completed", ended=60.0)
+    specify(run, Config(), created_at=time.time())
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as filled:
+        filled.setattr(tempfile, "mkstemp", full)
+        with deletion(run):
+            shutil.rmtree(run.path)
+            filled.undo()
+    assert [account.started_today for account in read_accounts(run.path.parent)] == [True]
 
 
 def test_prune_knows_exports(tmp_path):

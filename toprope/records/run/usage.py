@@ -1,6 +1,7 @@
 """usage.json of a run: the resources that it has used over all attempts, as its keeper measured them.
 
-The totals of a day are the sum of these files; there is no other record. A killed keeper leaves its last values.
+The totals of a day are the sum of these files and of what deleted runs leave in `.budget`. A killed keeper leaves its
+last values.
 """
 
 from __future__ import annotations

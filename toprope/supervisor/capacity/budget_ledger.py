@@ -8,6 +8,7 @@ settled, because a reservation ends with a lock. The ledger lock is held for mil
     a run               its folder                a keeper, a guard or a job on a cluster holds it
     a run that starts   .budget/RUN.pencilled     the front end holds that file; 120 s if nobody does
     another program     .budget/NAME.program      it holds its lock; 40 s from its entry, in which it takes the lock
+    a deleted run       .budget/RUN.deleted       never; the entry counts on its day only
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -39,6 +40,8 @@ _RESERVED_FOR_S = 120.0
 """An older reservation that nobody holds belongs to a front end that was killed. Older versions hold none."""
 _PROGRAM = ".program"
 """Suffix of the entry of a program that is no run."""
+_DELETED = ".deleted"
+"""Suffix of the entry of a run that was deleted on a day that it counts towards."""
 _STARTS_WITHIN_S = 40.0
 """A program takes its lock within this time."""
 LOCK_WITHIN_S = 20.0
@@ -129,6 +132,7 @@ def read_accounts(runs: Path, now: float | None = None, *, leave_out: Collection
         except (OSError, Corrupt):  # such as another user's folder
             accounts.append(Account(entry.name, True, False, Usage()))
     accounts += [account for account in _program_accounts(runs, today) if account.run_id not in leave_out]
+    accounts += _deleted_accounts(runs, today, {*leave_out, *(account.run_id for account in accounts)})
     live_ids = {account.run_id for account in accounts if account.live}
     return accounts + [account for account in begun if account.run_id not in live_ids]
 
@@ -165,6 +169,44 @@ def enter_program(runs: Path, name: str, folder: Path, reserved: Mapping[str, fl
         runs / _FOLDER / f"{name}{_PROGRAM}", {"folder": str(folder), "reserved": dict(reserved), "before": before}
     )
     return before
+
+
+@contextmanager
+def deletion(folder: RunFolder) -> Iterator[None]:
+    """Delete the folder of an ended run within this block: what the run counts towards today stays in the ledger.
+
+    Raises:
+        OSError, Corrupt: The run cannot be read; or there is no room for its entry after the block either.
+    """
+    today = day_of(time.time())
+    account = _read_account(folder, today)
+    if not account.started_today and not account.used_today:
+        yield
+        return
+    path = folder.path.parent / _FOLDER / f"{folder.run_id}{_DELETED}"
+    entry = {"day": today, "started": account.started_today, "used": dict(account.used_today)}
+    create_runs_folder(path.parent)
+    with suppress(OSError):  # the disk is full: the block makes room
+        write_json(path, entry)
+    yield
+    write_json(path, entry)
+
+
+def _deleted_accounts(runs: Path, today: str, known: Collection[str]) -> list[Account]:
+    """Return the accounts of runs that were deleted today; forget those of other days."""
+    accounts = []
+    for path in (runs / _FOLDER).glob(f"*{_DELETED}"):
+        try:
+            entry = read_json(path)
+            used = {str(name): float(value) for name, value in entry["used"].items()}
+            account = Account(path.name.removesuffix(_DELETED), False, entry["started"], Usage(), used)
+            if entry["day"] < today:
+                path.unlink(missing_ok=True)
+            elif entry["day"] == today and account.run_id not in known:
+                accounts.append(account)
+        except (NotFound, Corrupt, OSError, AttributeError, KeyError, TypeError, ValueError):
+            continue
+    return accounts
 
 
 def _program_accounts(runs: Path, today: str) -> list[Account]:

@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from toprope.records.index.stamps import forget_stamps
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.sweep_journal import members_in, sweep_of
+from toprope.supervisor.capacity.budget_ledger import deletion
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.text_format import ago
 from toprope.workbench.interpreters.adding import Interpreters
@@ -192,25 +193,24 @@ def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete
 
 def _delete(workshop: Workshop, leftover: Leftover) -> str:
     """Delete something; return why it could not be deleted, or an empty text."""
-    lock = None
     path = leftover.path
     try:
-        if path.parent == workshop.home.runs and not path.name.startswith(_GONE):
-            lock = RunLock.acquire(path / "keeper.lock", wait_s=0.5)
-            if lock is None:
-                return "in use again, not deleted"
-            aside = path.with_name(f"{_GONE}{path.name}")
-            os.replace(path, aside)
-            path = aside
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        with ExitStack() as stack:
+            if path.parent == workshop.home.runs and not path.name.startswith(_GONE):
+                lock = RunLock.acquire(path / "keeper.lock", wait_s=0.5)
+                if lock is None:
+                    return "in use again, not deleted"
+                stack.callback(lock.release)
+                stack.enter_context(deletion(RunFolder(path)))
+                aside = path.with_name(f"{_GONE}{path.name}")
+                os.replace(path, aside)
+                path = aside
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     except OSError as error:
         return f"cannot be deleted: {error.strerror or error}"
-    finally:
-        if lock is not None:
-            lock.release()
     return ""
 
 
