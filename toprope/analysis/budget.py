@@ -272,7 +272,9 @@ def _at_once(limits: Limits, accounts: Sequence[Account], count: int) -> list[Re
             Refusal(
                 limit.name,
                 f"{_describe(limits, limit)}; {today} were started today, and this asks for {count} more.",
-                _room(int(limit.max) - today) + " today; the count begins again tomorrow." if limit.max else _NOTHING,
+                _room(int(limit.max) - today) + " today; the count begins again at 0:00 UTC."
+                if limit.max
+                else _NOTHING,
             )
         )
     return refusals
@@ -309,7 +311,7 @@ def _too_much(
     rate = _an_hour(limits, demand, quantity)
     train_s = int(remaining / count / rate * HOUR - demand.beside_s) if rate else 0
     if demand.steps is None or train_s < 1:
-        return Refusal(limit.name, text, "Too little is left today; the count begins again tomorrow.")
+        return Refusal(limit.name, text, "Too little is left today; the count begins again at 0:00 UTC.")
     return Refusal(limit.name, text, f"budget.max_train_seconds of at most {train_s} fits.", by_budget=True)
 
 

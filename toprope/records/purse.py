@@ -25,8 +25,8 @@ _COMPACT_AFTER = 256
 
 
 def day_of(at: float) -> str:
-    """The calendar day of this machine at a moment, such as 2026-11-21."""
-    return time.strftime("%Y-%m-%d", time.localtime(at))
+    """The day at a moment, such as 2026-11-21; of UTC, because processes of one home may differ in their zone."""
+    return time.strftime("%Y-%m-%d", time.gmtime(at))
 
 
 class LimitReached(NotPossibleNow):

@@ -14,7 +14,7 @@ without a connected client. A limit is a number, or a number with the owner's re
       gpu_hour_usd: {H100: 2.5}
     confirm: {above: {cost_usd: 1}}
 
-A day is a calendar day of this machine. CPU-hours are processor time as the kernel counts it, over all processes of a
+A day is a calendar day of UTC. CPU-hours are processor time as the kernel counts it, over all processes of a
 run; GPU-hours are hours for which a run has a GPU to itself; wall time runs from when the run leaves the queue.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -174,6 +175,15 @@ def test_account_holds_reservation_then_usage(harness):
     assert account.held("cpu_hours") == pytest.approx(usage.days[day_of(usage.at)].cpu_s / 3600)
     assert account.held("cpu_hours") < 0.1
     assert read_accounts(runs.path, leave_out=[folder.run_id]) == []
+
+
+def test_day_is_one_for_all_time_zones(monkeypatch):
+    for zone in ("Etc/GMT+12", "Etc/GMT-14"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert day_of(1_795_996_800.0) == "2026-11-30"
+    monkeypatch.undo()
+    time.tzset()
 
 
 def test_gpu_names_come_from_the_driver(tmp_path):

@@ -229,7 +229,7 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
                 f"today, and the run may still use {unspent:.3g}."
             )
             refusals.append(
-                Refusal(limit.name, text, "The count starts anew tomorrow; live runs free what they do not use.")
+                Refusal(limit.name, text, "The count starts anew at 0:00 UTC; live runs free what they do not use.")
             )
     if refusals:
         raise _refusal(refusals, "resumed")

@@ -78,7 +78,7 @@ def _require_room_today(sweep: Specification, plan: SweepPlan, limits: Limits, h
         raise NoRoomWithin(
             f"Nothing was started: per_day.runs is {per_day.max:g}, set by {limits.source}; {today} were started "
             f"today, and the sweep is 1 and its members up to {plan.runs}.",
-            hint="A smaller population or fewer epochs fit; the count starts anew tomorrow.",
+            hint="A smaller population or fewer epochs fit; the count starts anew at 0:00 UTC.",
         )
 
 
