@@ -337,6 +337,7 @@ def test_a_start_that_is_refused_for_another_reason_keeps_its_approval(house):
     draft = drafted(shop)
     for options in ({}, {"again": True}):
         told = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
+        Approvals(shop.home).ask(told, "a run")
         Approvals(shop.home).approve(told)
         if not options:
             do(start_training, shop, draft_id=draft)
@@ -348,18 +349,25 @@ def test_a_start_that_is_refused_for_another_reason_keeps_its_approval(house):
     assert not Approvals(shop.home).pending()
 
 
-def test_previews_of_others_undo_no_decision_of_the_owner(house):
+def test_requests_of_others_undo_neither_a_decision_of_the_owner_nor_a_request(house):
     shop, _ = house
     approvals = Approvals(shop.home)
     shop.home.ensure()
     approved, refused = "a" * 16, "b" * 16
     for told in (approved, refused):
-        approvals.ask(told, "a run")
+        approvals.ask(told, "a run", {"draft_id": "d-2"})
     approvals.approve(approved)
     approvals.refuse(refused)
+    waits = "c" * 16
+    approvals.ask(waits, "a run", {"draft_id": "d-1"})
     for number in range(105):
-        approvals.ask(f"{number:016}", "a run")
-    assert approvals.has(approved) and approvals.refused(refused) and len(approvals.pending()) <= 103
+        assert approvals.ask(f"{number:016}", "a run", {"draft_id": "d-2"})
+    assert approvals.has(approved) and approvals.refused(refused)
+    assert {one.hash for one in approvals.pending()} == {approved, waits, *(f"{n:016}" for n in range(95, 105))}
+    with pytest.raises(NotPossibleNow, match="100 starts wait"):
+        for number in range(200, 300):
+            approvals.ask(f"{number:016}", "a run", {"draft_id": f"d-{number}"})
+    assert len(approvals.pending()) == 101 and approvals.named(waits)
 
 
 def test_approvals_expire_and_are_used_once(house, monkeypatch):

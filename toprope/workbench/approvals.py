@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from toprope.atomic import write_json
-from toprope.errors import Corrupt, InvalidValue, NotFound, shown
+from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow, shown
 from toprope.records.run.folder import read_json
 from toprope.settings.owner import Home
 
 EXPIRES_S = 24 * 3600.0
 """Seconds after which a request or an approval is void."""
 _HASH = re.compile(r"[0-9a-f]{8,64}")
-_MOST_REQUESTS = 100
+_MOST_REQUESTS, _MOST_OF_A_DRAFT = 100, 10
 _LISTS = "toprope approve lists them."
 
 
@@ -49,13 +49,26 @@ class Approvals:
         self._folder = home.path / "approvals"
 
     def ask(self, hash: str, text: str, details: Mapping[str, Any] | None = None) -> bool:
-        """Note a start that waits for a person; return whether nobody was asked about it yet."""
+        """Note a start that waits for a person; return whether nobody was asked about it yet.
+
+        A draft's newest requests replace its oldest, never another draft's nor what a person decided.
+
+        Raises:
+            NotPossibleNow: Too many starts of other drafts wait.
+        """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # What a person decided stays: other agents' previews must not undo it.
+        request, draft = self._find(hash), (details or {}).get("draft_id")
         undecided = [waiting for waiting in self._requests() if not (waiting.approved or waiting.refused)]
-        for old in undecided[_MOST_REQUESTS:]:
-            self.forget(old.hash)
-        request = self._find(hash)
+        of_draft = [waiting for waiting in undecided if waiting.details.get("draft_id") == draft]
+        if request is None:
+            for old in of_draft[_MOST_OF_A_DRAFT - 1 :]:
+                self.forget(old.hash)
+            if len(of_draft) < _MOST_OF_A_DRAFT and len(undecided) >= _MOST_REQUESTS:
+                raise NotPossibleNow(
+                    f"Nothing was started: the owner wants this confirmed ({hash}), and {len(undecided)} starts wait "
+                    "for that already.",
+                    hint=f"Ask the owner to decide about them first; {_LISTS}",
+                )
         if request is None or not (request.approved or request.refused):
             write_json(
                 self._path(hash), {"text": text, "at": time.time(), "approved": False, "details": dict(details or {})}

@@ -123,7 +123,9 @@ def test_a_refusal_of_the_owner_is_not_asked_about_again(house):
 
     async def work(client):
         shown = await client.call_tool("start_training", {"draft_id": draft, "preview": True})
-        Approvals(house.home).refuse(shown.structured_content["preview"]["hash"])
+        told = shown.structured_content["preview"]["hash"]
+        Approvals(house.home).ask(told, "a run")
+        Approvals(house.home).refuse(told)
         return await client.call_tool("start_training", {"draft_id": draft})
 
     result = talk(house, "auto", work, **answering("accept", {"start": True}, asked))
@@ -151,8 +153,9 @@ def test_agreement_uses_up_what_waited_for_the_owner(house):
     draft = drafted(house)
 
     async def work(client):
-        await client.call_tool("start_training", {"draft_id": draft, "preview": True})
-        assert len(Approvals(house.home).pending()) == 1
+        shown = await client.call_tool("start_training", {"draft_id": draft, "preview": True})
+        assert not Approvals(house.home).pending(), "a preview asks nobody"
+        Approvals(house.home).ask(shown.structured_content["preview"]["hash"], "a run")
         return await client.call_tool("start_training", {"draft_id": draft})
 
     result = talk(house, "auto", work, **answering("accept", {"start": True}))

@@ -29,12 +29,16 @@ def test_confirmation_is_bound_to_the_preview(house, draft):
     with pytest.raises(NotPossibleNow, match=r"(?s)names something else.*77 steps") as changed:
         do(start_training, shop, draft_id=draft, confirm=told)
     assert told not in changed.value.hint and shop.statuses() == []
-    again = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
-    assert "budget.steps 77" in Approvals(shop.home).pending()[0].details["changes"]  # the owner sees what is special
+    before = Approvals(shop.home).pending()
+    shown = do(start_training, shop, draft_id=draft, preview=True)
+    again = shown.data.preview["hash"]
+    assert "wants every start confirmed. The start asks for it." in shown.text
+    assert Approvals(shop.home).pending() == before, "a preview asks nobody"
     with pytest.raises(NotPossibleNow, match="names something else"):
         do(start_training, shop, draft_id=draft, confirm=again, seeds=2)
     with pytest.raises(NotPossibleNow, match="wants every start confirmed"):
         do(start_training, shop, draft_id=draft, confirm=again)
+    assert "budget.steps 77" in Approvals(shop.home).pending()[0].details["changes"]  # the owner sees what is special
     Approvals(shop.home).approve(again)
     assert do(start_training, shop, draft_id=draft).data.state == "queued"
 
@@ -57,6 +61,7 @@ def test_confirmed_values_stay_while_a_run_trains(house, draft):
     shop, launcher = house
     owner(shop, "confirm: always")
     told = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
+    Approvals(shop.home).ask(told, "a run")
     Approvals(shop.home).approve(told)
     live = shop.runs.folder(do(start_training, shop, draft_id=draft, confirm=told).data.run_id)
     for step, seconds in ((10, 10.0), (40, 90.0)):

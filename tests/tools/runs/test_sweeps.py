@@ -234,7 +234,9 @@ def test_members_were_agreed_to_with_their_sweep(house, monkeypatch):
     (shop.home.configuration / "limits.yaml").write_text("confirm: always")
     monkeypatch.setattr(start, "token_costs", lambda _: TokenCosts(1.0))  # as with a judge at an endpoint
     draft = draft_of(shop)
-    Approvals(shop.home).approve(started(shop, draft_id=draft, options={"preview": True}).data.preview["hash"])
+    with pytest.raises(NotPossibleNow, match="confirmed"):
+        started(shop, draft_id=draft)
+    Approvals(shop.home).approve(Approvals(shop.home).pending()[0].hash)
     folder = shop.runs.folder(started(shop, draft_id=draft).data.run_id)
     monkeypatch.setattr("toprope.workbench.launch.open_runs.open_runs", lambda home: shop.runs)
     members, log = SweepMembers(shop.home, Specification.read(folder)), SweepLog(folder)

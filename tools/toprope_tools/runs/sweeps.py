@@ -22,7 +22,7 @@ from toprope.untrusted import marked
 from toprope.workbench.drafts import Draft
 from toprope.workbench.fit import warning_lines
 from toprope.workbench.launch.preview import Preview, seconds_per_step
-from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how_to_approve
+from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.clients import UNKNOWN, Client
@@ -196,7 +196,7 @@ def _answer_preview(workshop: Workshop, request: StartRequest, plan: SweepPlan) 
     preview, refusal, [sweep] = workshop.starter.preview(request)
     lines = ["Nothing was started.", _describe_preview(preview, plan), *_warnings(workshop, request.draft, plan)]
     if refusal:
-        lines.append(f"{refusal} {how_to_approve(preview.hash)}")
+        lines.append(f"{refusal} The start asks for it.")
     lines.append("Next: the same call without preview.")
     counted = structured(preview) | {"runs": plan.runs + 1}
     data = _data(sweep).model_copy(update={"run_id": None, "state": "not started", "preview": counted})

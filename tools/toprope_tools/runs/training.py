@@ -32,7 +32,7 @@ from toprope.workbench.launch.open_runs import resume_run
 from toprope.workbench.launch.preview import seconds_per_step
 from toprope.workbench.launch.requirements import missing_keys
 from toprope.workbench.launch.seeds import expand
-from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how_to_approve
+from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.clients import UNKNOWN, Client
@@ -337,7 +337,7 @@ def _answer_preview(workshop: Workshop, request: StartRequest, warned: Sequence[
     if request.seeds > 1:
         arguments["seeds"] = request.seeds
     if reason:
-        reason = f"\n{reason} {how_to_approve(preview.hash)}"
+        reason = f"\n{reason} The start asks for it."
     warnings = [f"Warning (key_missing): {message}" for message in missing] + [*warned]
     warning_text = "".join(f"\n{line}" for line in warnings)
     config, settings = specifications[0].config, home.settings()

@@ -192,14 +192,11 @@ class RunStarter:
         code = accepted_code(specifications[0], self._home)
         return [specification.model_copy(update={"code": code}) for specification in specifications]
 
-    def preview(
-        self, request: StartRequest, *, with_keys: bool = True, ask: bool = True
-    ) -> tuple[Preview, str, list[Specification]]:
+    def preview(self, request: StartRequest, *, with_keys: bool = True) -> tuple[Preview, str, list[Specification]]:
         """Return what a start would take, why the owner wants it confirmed (empty if not), and what would start.
 
         Args:
             with_keys: Require the keys that the runs need, as a start does.
-            ask: Have a start that must be confirmed wait for the owner's approval.
 
         Raises: As `start`; a limit that forbids the start is found here, too.
         """
@@ -208,10 +205,7 @@ class RunStarter:
         with ExitStack() as stack, ledger_lock(self._home.ensure().runs):
             specifications, make_preview = self._reserve(specifications, request, stack)
             costs = make_preview()
-            why = needs_confirmation(self._home.limits(), costs)
-            if why and ask:
-                self._request_approval(specifications, costs, why)
-        return costs, why, specifications
+        return costs, needs_confirmation(self._home.limits(), costs), specifications
 
     def consent_wanted(self, request: StartRequest) -> Preview | None:
         """Return what the client must show a person before this start; None if it must ask nobody.
@@ -222,7 +216,7 @@ class RunStarter:
             return None
         if request.key is not None and self._index and idempotency_keys.taken(self._index, request.key) is not None:
             return None
-        costs, why, _ = self.preview(request, ask=False)
+        costs, why, _ = self.preview(request)
         self._require_not_refused(costs)
         return costs if why and not self._approvals.has(costs.hash) else None
 
