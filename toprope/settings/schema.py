@@ -122,7 +122,7 @@ class AlgorithmSection(Section):
         description="Two runs on the same machine and versions give the same numbers: sampling waits for each step's "
         "weights, one rollout group at a time, with fixed seeds. Several times slower.",
     )
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of sampling, task order and new weights.")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of sampling, new weights and the order of finite tasks.")
 
 
 class OptimizerSection(Section):

@@ -110,6 +110,15 @@ def test_repeated_rows_stay_in_one_split(tmp_path: Path) -> None:
     assert all(found.values())
 
 
+def test_few_rows_of_a_sorted_file_are_of_all_its_parts(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"word {n:03}", "answer": "x"}) + "\n" for n in range(600)]
+    (tmp_path / "sorted.jsonl").write_text("".join(rows))
+    splits = TaskSplits(opened(tmp_path, path="sorted.jsonl"))
+    for split in SPLITS:
+        numbers = [int(task.content.split()[1]) for task in splits.page(split, 0, 20)]
+        assert min(numbers) < 200 and max(numbers) >= 400, split
+
+
 def test_invalid_knobs_name_valid_choices(tmp_path: Path) -> None:
     write(tmp_path, "jsonl")
     (tmp_path / "torn.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n')

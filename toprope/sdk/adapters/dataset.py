@@ -76,6 +76,7 @@ class DatasetKnobs:
 class Dataset(Environment):
     """Your own questions and answers."""
 
+    finite = True
     tags: tuple[str, ...] = ("dataset", "no-code")
     parts = {  # noqa: RUF012 - environments declare their parts so
         "correct": Part(1.0, description="1 if the scorer accepts the answer"),

@@ -118,6 +118,7 @@ class Gymnasium(Environment):
         self._arguments = {**self._fixed, **{name: value for name, value in knobs.items() if value is not None}}
         self._games = Games(self.name, self._maker, self._arguments, copied=self.copied)
         if self._rows:
+            self.finite = True
             self.max_turns = most or int(self._limit or UNKNOWN_LIMIT)
             return
         probe = self._games.first()

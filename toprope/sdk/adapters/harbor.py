@@ -38,7 +38,7 @@ _SHOWN = 5
 class Harbor(ToolEnvironment):
     """Tasks in a shell, in the format of Harbor and Terminal-Bench."""
 
-    listed = True
+    listed = finite = True
     tags = ("harbor", "terminal", "multi-turn")
     parts = {  # noqa: RUF012 - environments declare their parts so
         "reward": Part(1.0, description="what the task's tests give"),

@@ -90,7 +90,7 @@ class InspectKnobs:
 class Inspect(OwnLoop):
     """A task of inspect-ai."""
 
-    listed = takes_turns = True
+    listed = finite = takes_turns = True
     packages = ("inspect-ai",)
     tags = ("inspect", "evaluation", "model-roles")
     Knobs = InspectKnobs

@@ -97,7 +97,7 @@ class NemoGymKnobs:
 class NemoGym(ToolEnvironment):
     """Resources servers of NeMo Gym."""
 
-    listed = True
+    listed = finite = True
     guessed_reference = True  # A server may want the right answer in a form that the column does not have.
     tags = ("nemo-gym", "server")
 

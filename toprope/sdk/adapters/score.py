@@ -43,7 +43,7 @@ _REFERENCES = ("reference", "answer", "solution", "ground_truth", "label")
 class Score(Environment):
     """A score function."""
 
-    listed = True
+    listed = finite = True
     tags = ("score-function", "single-turn")
 
     def __init__(self, target: Mapping[str, Any]) -> None:

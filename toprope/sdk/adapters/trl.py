@@ -78,7 +78,7 @@ class _NoTrainer:
 class Trl(ToolEnvironment):
     """Reward functions and environments written for TRL."""
 
-    listed = True
+    listed = finite = True
     tags = ("trl",)
 
     def __init__(self, target: Mapping[str, Any]) -> None:

@@ -10,6 +10,10 @@ about 80 go to `train`, 10 to `validation` and 10 to `heldout`. Equal content co
 An environment that defines `tasks(self, split)` brings its own splits. Held-out content is then removed elsewhere:
 content of `heldout` is dropped from `validation`, content of either is dropped from `train`. Both are read in full for
 this, up to `OWN_SPLIT_LIMIT` tasks each.
+
+The first tasks of a split stand for all of them in a measurement, and files are often sorted. From ORDER_RULE on, tasks
+that are read in full (own `validation` and `heldout`, and all of a `finite` environment) are therefore put in another
+order: that of their hashes, which is the same in every run, or one that the seed decides in `train`.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 
 __all__ = [
     "FAMILY_RULE",
+    "ORDER_LIMIT",
+    "ORDER_RULE",
     "OWN_SPLIT_LIMIT",
     "PATIENCE",
     "PROMPT_RULE",
@@ -41,14 +47,17 @@ __all__ = [
 ]
 
 SPLITS = ("train", "validation", "heldout")
-PROMPT_RULE, SOURCE_RULE, SHARING_RULE, FAMILY_RULE = 1, 2, 3, 4
+PROMPT_RULE, SOURCE_RULE, SHARING_RULE, FAMILY_RULE, ORDER_RULE = 1, 2, 3, 4, 5
 """Rules for splits, each with those before it; a run keeps its own, so that it measures the same when it resumes. The
 split of a task that names its source is decided by its prompt, or, from SOURCE_RULE on, by the source, so that a
 template cannot move a task to another split. From SHARING_RULE on, one or two tasks are in every split. From
-FAMILY_RULE on, a task that is held out because it is among few is held out whatever the knobs of a family."""
+FAMILY_RULE on, a task that is held out because it is among few is held out whatever the knobs of a family. From
+ORDER_RULE on, finite tasks do not keep the order of their source."""
 PATIENCE = 500
 """After this many repeated tasks in a row, the stream counts as exhausted."""
 OWN_SPLIT_LIMIT = 10_000
+ORDER_LIMIT = 20_000
+"""Tasks of a finite environment that are put in order; those behind them keep the order of their source."""
 FEW = 30
 """Below so many listed tasks, chance may leave a split empty."""
 _STRICTEST = ("heldout", "validation", "train")
@@ -104,14 +113,14 @@ class TaskSplits:
 
     Args:
         environment: A configured environment.
-        seed: Seed of the order of training tasks after the first pass over them.
+        seed: Seed of the order of training tasks: of all passes if they are finite, else after the first.
         family: The same environment with other knobs. If it brings its own splits or has few tasks, a task held out by
             one of them is trained on by none.
-        rule: PROMPT_RULE, SOURCE_RULE, SHARING_RULE or FAMILY_RULE.
+        rule: PROMPT_RULE, SOURCE_RULE, SHARING_RULE, FAMILY_RULE or ORDER_RULE.
     """
 
     def __init__(
-        self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = (), rule: int = FAMILY_RULE
+        self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = (), rule: int = ORDER_RULE
     ) -> None:
         self._seed, self._rule = seed, rule
         self._family = list(family)
@@ -129,6 +138,8 @@ class TaskSplits:
         self._environment = environment
         self._has_own_splits = bool(inspect.signature(environment.tasks).parameters)
         self._maybe_few = bool(environment.listed) and not self._has_own_splits
+        self._to_order = {split for split in SPLITS if self._rule >= ORDER_RULE and self._is_finite(split)}
+        """Splits whose tasks have no numbers yet, because they are not in their order."""
         self._first_tasks: list[Task] | None = [] if not self._maybe_few else None
         """The first tasks, read to learn if there are others."""
         self._moved_splits: dict[str, str] = {}
@@ -172,7 +183,7 @@ class TaskSplits:
         if count < 0:
             raise InvalidRequest(f"count must be at least 0, not {count}.")
         self._scan(split, start + count, time.monotonic() + seconds)
-        return self._tasks_by_split[split][start : start + count]
+        return self._tasks_by_split[split][start : start + count] if split not in self._to_order else []
 
     def id_of(self, task: Task) -> str:
         """The id of a task: a hash of what decides its split, 16 hexadecimal digits."""
@@ -184,8 +195,8 @@ class TaskSplits:
         return task.source.encode("utf-8", "surrogatepass")
 
     def known(self, split: str) -> int:
-        """Distinct tasks found so far."""
-        return len(self._tasks_by_split[split])
+        """Distinct tasks found so far; 0 until they are in their order."""
+        return len(self._tasks_by_split[split]) if split not in self._to_order else 0
 
     def exhausted(self, split: str) -> bool:
         """Return True if `known` is the size of the split."""
@@ -214,22 +225,51 @@ class TaskSplits:
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             raise InvalidRequest(f"The number of a task must be a whole number of at least 0, not {index!r}.")
 
+    def _is_finite(self, split: str) -> bool:
+        return self._environment.finite or (self._has_own_splits and split != "train")
+
     def _scan(self, split: str, count: int, deadline: float = math.inf) -> None:
         if self._has_own_splits:
-            self._scan_own(split, count, deadline)
-            return
-        if self._maybe_few:
+            self._read_stricter(split)
+        elif self._maybe_few:
             self._divide_few()
+        if split in self._to_order:
+            splits = (split,) if self._has_own_splits else SPLITS
+            try:
+                while sum(map(len, self._tasks_by_split.values())) < ORDER_LIMIT and not self.exhausted(split):
+                    if time.monotonic() >= deadline:
+                        return
+                    self._read(split)
+            except Exception:
+                self._put_in_order(*splits)  # Tasks from before a failure stay available.
+                raise
+            self._put_in_order(*splits)
         tasks = self._tasks_by_split[split]
         while len(tasks) < count and not self.exhausted(split) and time.monotonic() < deadline:
-            task = self._streams[split].next()
-            if task is None:
-                break
-            content = _content(task)
-            if self._is_new(content):
-                self._tasks_by_split[self._split_of(task)].append(task)
+            self._read(split)
         if self.exhausted(split):
             self._share_fewest()
+
+    def _read(self, split: str) -> None:
+        """Read one task, which is of this split if the environment brings its own."""
+        task = self._streams[split].next()
+        if task is None:
+            return
+        content = _content(task)
+        if self._has_own_splits:
+            self._read_own(split, task, content)
+        elif self._is_new(content):
+            self._tasks_by_split[self._split_of(task)].append(task)
+
+    def _put_in_order(self, *splits: str) -> None:
+        """Put what was read of these splits in an order that its source does not decide."""
+        for split in self._to_order.intersection(splits):
+            tasks = self._tasks_by_split[split]
+            if split == "train":
+                random.Random(f"{self._seed}:0").shuffle(tasks)
+            else:
+                tasks.sort(key=self.id_of)
+            self._to_order.remove(split)
 
     def _split_of(self, task: Task) -> str:
         """Return the split of a task: by its hash, or the strictest that a member of the family has moved it to."""
@@ -307,42 +347,40 @@ class TaskSplits:
     def _share_fewest(self) -> None:
         """Give every split all tasks, its own first, if they are fewer than the splits."""
         total = sum(map(len, self._tasks_by_split.values()))
-        if self.shared or self._rule < SHARING_RULE or self._family or not 0 < total < len(SPLITS):
+        alone = not self._family and not self._has_own_splits
+        if self.shared or self._rule < SHARING_RULE or not alone or not 0 < total < len(SPLITS):
             return  # In a family, another member may hold one of them out.
         self.shared = True
         own_tasks = {split: list(tasks) for split, tasks in self._tasks_by_split.items()}
         for split, tasks in self._tasks_by_split.items():
             tasks += [task for other_split in SPLITS if other_split != split for task in own_tasks[other_split]]
 
-    def _scan_own(self, split: str, count: int, deadline: float) -> None:
-        for name in _STRICTEST:
-            if name == "train":
-                limit = count if split == "train" else 0
-            else:
-                limit = OWN_SPLIT_LIMIT
+    def _read_stricter(self, split: str) -> None:
+        """Read in full the own splits that are stricter than this one, and this one unless it is `train`."""
+        for name in _STRICTEST[:-1]:
             stream, tasks = self._streams[name], self._tasks_by_split[name]
-            while len(tasks) < limit and not stream.ended and (name != "train" or time.monotonic() < deadline):
-                task = stream.next()
-                if task is None:
-                    break
-                content = _content(task)
-                new = self._is_new(content) and not self._is_kept_elsewhere(name, content)
-                stream.repeats = 0 if new else stream.repeats + 1
-                if new:
-                    tasks.append(task)
-                self._leaked[name] += self._owner.setdefault(_digest(content), name) != name
-                stream.ended = stream.repeats >= PATIENCE
-            if name != "train":
-                stream.ended = True  # what lies beyond the limit belongs to no split
+            while len(tasks) < OWN_SPLIT_LIMIT and not stream.ended:
+                self._read(name)
+            stream.ended = True  # what lies beyond the limit belongs to no split
+            self._put_in_order(name)
             if name == split:
                 return
+
+    def _read_own(self, split: str, task: Task, content: bytes) -> None:
+        stream = self._streams[split]
+        new = self._is_new(content) and not self._is_kept_elsewhere(split, content)
+        stream.repeats = 0 if new else stream.repeats + 1
+        if new:
+            self._tasks_by_split[split].append(task)
+        self._leaked[split] += self._owner.setdefault(_digest(content), split) != split
+        stream.ended = stream.repeats >= PATIENCE
 
     def _is_kept_elsewhere(self, split: str, content: bytes) -> bool:
         """Return True if another member of the family has this content in a stricter split."""
         stricter = _STRICTEST[: _STRICTEST.index(split)]
         for member in self._family:
             for name in stricter:
-                member._scan_own(name, OWN_SPLIT_LIMIT, math.inf)
+                member._read_stricter(name)
             if member._owner.get(_digest(content)) in stricter:
                 return True
         return False

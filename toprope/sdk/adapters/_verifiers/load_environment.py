@@ -72,7 +72,7 @@ class LoadedEnvironment(OwnLoop):
     """The environment that a package's `load_environment` returns."""
 
     guessed_reference = True
-    listed = True
+    listed = finite = True
     packages = ("verifiers",)
     tags = ("verifiers", "model-roles")
 
