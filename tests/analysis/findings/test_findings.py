@@ -120,6 +120,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "warning",
         {"environments/a/c/frac_reward_zero_std": 0.6, "environments/b/frac_reward_zero_std": 0.3},
     ),
+    "environment_behind": ({"environments/b/share": 0.1}, "warning", {"environments/b/share": 0.3}),
     "environment_forgotten": (
         {"environments/a/success": lambda row: 0.8 if row < 50 else 0.1, "environments/b/success": 0.5},
         "warning",
@@ -199,6 +200,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 # Rules about fields: values that are reported, and near misses.
 CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rewards_shuffled": ({"algorithm__shuffle_rewards": True}, {}),
+    "environment_behind": ({"environment__mixture": [{"name": "b"}]},) * 2,
     "group_too_small": ({"rollout__group_size": 2}, {"rollout__group_size": 4}),
     "batch_too_small": ({"rollout__groups_per_step": 1}, {"rollout__groups_per_step": 2}),
     "kl_weight": ({"algorithm__beta": 1.0}, {"algorithm__beta": 0.2}),

@@ -53,6 +53,7 @@ _CAUSES_FIRST = (
     "all_wrong",
     "all_right",
     "environment_silent",
+    "environment_behind",
     "environment_forgotten",
     "staleness",
 )

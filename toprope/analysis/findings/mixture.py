@@ -6,8 +6,9 @@ import math
 
 from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.rules import CHOSEN, Rule, Symptom, share
+from toprope.settings.sections.environment import members_of
 
-_ERRORS, _FORGOTTEN, _SILENT = 0.05, 0.5, 0.9
+_ERRORS, _FORGOTTEN, _SILENT, _BEHIND = 0.05, 0.5, 0.9, 0.5
 _LEAST_FALL = 0.1
 
 
@@ -78,6 +79,33 @@ def environment_forgotten(history: TrainingHistory) -> Symptom | None:
     )
 
 
+def environment_behind(history: TrainingHistory) -> Symptom | None:
+    """Far fewer groups of an environment are trained than its weight says, because its groups take longer."""
+    plans = members_of(history.config.environment)
+    weights, minimums = sum(plan.weight for plan in plans), sum(plan.min_share for plan in plans)
+    shares, silent = _means(history, "share"), _means(history, "frac_reward_zero_std")
+    behind: dict[str, float] = {}
+    observed: dict[str, float | int | str] = {}
+    for plan in plans:
+        due = min(plan.weight / weights, 1.0 - minimums + plan.min_share)
+        mean = shares.get(plan.label)
+        if mean is None or not history.environments[plan.label]["share"].full or mean >= _BEHIND * due:
+            continue
+        if silent.get(plan.label, 0.0) < _SILENT:  # else its groups are dropped, and environment_silent says so
+            behind[plan.label] = mean
+            observed |= {f"share/{plan.label}": mean, f"weight/{plan.label}": due}
+    if not behind:
+        return None
+    return Symptom(
+        "warning",
+        f"Share of the trained groups below half of the weight, as of slow environments: {_enumerate(behind)}.",
+        observed,
+        "start_training again with a min_share for these (environment.min_share, or in environment.mixture): the "
+        "others then wait for them",
+        "high",
+    )
+
+
 def _means(history: TrainingHistory, name: str) -> dict[str, float]:
     means = {label: series[name].mean for label, series in history.environments.items()}
     return {label: mean for label, mean in means.items() if mean is not None}
@@ -90,5 +118,6 @@ def _enumerate(shares: dict[str, float]) -> str:
 MIXTURE = (
     Rule("environment_errors", environment_errors, "5 % of one environment's rollouts, critical 25 %", CHOSEN),
     Rule("environment_silent", environment_silent, "90 % of one environment's groups, not of all", CHOSEN, 10),
+    Rule("environment_behind", environment_behind, "half of its weight among the trained groups", CHOSEN, 10),
     Rule("environment_forgotten", environment_forgotten, "success at half of its best, 10 points below", CHOSEN),
 )

@@ -1,14 +1,15 @@
 """Schedules environments so that their shares hold from the first groups on.
 
 The schedule is smooth weighted round-robin: at every turn each environment gains credit by its share, and the one with
-the most credit is chosen and pays one. After any number of groups each has been chosen within one of its share
-(Tijdeman, The chairman assignment problem, 1980, on how evenly such sequences can be spread). Nothing is random; the
-seed decides ties.
+the most credit is chosen and pays one. After any number of groups each has been chosen within two of its share, if
+groups end in the order in which they began (Tijdeman, The chairman assignment problem, 1980, has the bound of one that
+other schedules keep). Nothing is random; the seed decides ties.
 
-Two rules change the shares. An environment that falls below its `min_share` of the trained groups (its groups carry no
-signal, or are too old) is chosen more often, at most until the others have half their share. And a slow environment
-may occupy only so many of the groups in progress that the others can continue; they continue until the slow one would
-fall below its `min_share`, then they wait.
+Three rules change the shares. Credit ends at `_MAX_CREDIT`, so an environment whose groups take longer falls behind
+for good, and the others do not wait for it. An environment that falls below its `min_share` of the trained groups (its
+groups carry no signal, or are too old) is chosen more often, at most until the others have half their share. And a slow
+environment may occupy only so many of the groups in progress that the others can continue; they continue until the slow
+one would fall below its `min_share`, then they wait.
 """
 
 from __future__ import annotations
