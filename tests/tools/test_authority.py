@@ -376,7 +376,10 @@ def test_approvals_expire_and_are_used_once(house, monkeypatch):
     shop.home.ensure()
     approvals.ask("0123456789abcdef", "a run")
     assert not approvals.use("0123456789abcdef"), "a request is no approval"
+    [asked] = approvals.pending()
     approvals.approve("0123456789abcdef")
+    [approved] = approvals.pending()
+    assert approved.at == asked.at and approved.expires_at > asked.expires_at, "it expires a day after the decision"
     approvals.ask("0123456789abcdef", "a run")
     assert approvals.use("0123456789abcdef") and not approvals.use("0123456789abcdef")
     approvals.ask("0123456789abcdef", "a run")

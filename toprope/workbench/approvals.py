@@ -34,12 +34,24 @@ class Request:
     text: str
     """The start in words, with its cost."""
     at: float
-    """Seconds since the epoch."""
+    """Time of the question, seconds since the epoch."""
     approved: bool = False
     refused: bool = False
     """A person decided against it; the same start is refused until the request expires or is approved after all."""
     details: dict[str, Any] = field(default_factory=dict)
     """The start and its costs, for a page: see `toprope.workbench.launch.preview.details_of`."""
+    decided_at: float | None = None
+    """Time of the decision, if a person has decided."""
+
+    @property
+    def since(self) -> float:
+        """Time since which it waits or counts, and from which it expires."""
+        return self.at if self.decided_at is None else self.decided_at
+
+    @property
+    def expires_at(self) -> float:
+        """Time at which it is void."""
+        return self.since + EXPIRES_S
 
 
 class Approvals:
@@ -130,7 +142,8 @@ class Approvals:
         if request.hash != hash:
             raise InvalidValue(f"{shown(hash)} is only a part of a hash.", hint=_LISTS)
         decided = {"approved": approved, "refused": not approved}
-        entry = {"text": request.text, "at": time.time(), "details": request.details, **decided}
+        times = {"at": request.at, "decided_at": time.time()}
+        entry = {"text": request.text, "details": request.details, **times, **decided}
         write_json(self._path(hash), entry)
         return request
 
@@ -164,7 +177,7 @@ class Approvals:
         for path in self._folder.glob("*.json"):
             try:
                 entry = read_json(path)
-                details = entry.get("details")
+                details, decided_at = entry.get("details"), entry.get("decided_at")
                 request = Request(
                     path.stem,
                     str(entry["text"]),
@@ -172,10 +185,11 @@ class Approvals:
                     entry["approved"] is True,
                     entry.get("refused") is True,
                     details if isinstance(details, dict) else {},
+                    None if decided_at is None else float(decided_at),
                 )
             except (NotFound, Corrupt, KeyError, TypeError, ValueError, AttributeError):
                 continue
-            if not -60.0 <= time.time() - request.at < EXPIRES_S:
+            if not -60.0 <= time.time() - request.since < EXPIRES_S:
                 path.unlink(missing_ok=True)
             elif _HASH.fullmatch(request.hash):
                 requests.append(request)

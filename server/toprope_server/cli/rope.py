@@ -246,7 +246,7 @@ def approve(
         waiting = approvals.pending()
         for pending_start in waiting:
             state = "approved, not used yet" if pending_start.approved else "waits"
-            age = duration(max(0.0, time.time() - pending_start.at))
+            age = duration(max(0.0, time.time() - pending_start.since))
             typer.echo(f"{pending_start.hash}  {state}, {age} ago: {pending_start.text}")
         if not waiting:
             typer.echo("No start waits for approval.")

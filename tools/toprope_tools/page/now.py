@@ -17,7 +17,7 @@ from toprope.settings.limits import UNITS, Limits
 from toprope.supervisor.capacity.budget_ledger import read_accounts
 from toprope.supervisor.runs.freezing import frozen_since
 from toprope.text_format import clip, value
-from toprope.workbench.approvals import EXPIRES_S, Approvals
+from toprope.workbench.approvals import Approvals
 from toprope_tools.page import shapes
 from toprope_tools.page.items import Items, Remembered, stamp
 from toprope_tools.page.run import share_of
@@ -102,7 +102,7 @@ def _waiting(workshop: Workshop) -> list[shapes.Ask]:
             approval.hash,
             approval.text,
             approval.at,
-            approval.at + EXPIRES_S,
+            approval.expires_at,
             approval.approved,
             approval.details or None,
         )
