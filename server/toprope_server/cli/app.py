@@ -146,7 +146,7 @@ def runs() -> None:
 def status(run: Run) -> None:
     """Show the state of a run."""
     with open_workshop() as workshop:
-        from toprope_tools.status.snapshot import numbers_line
+        from toprope_tools.status.snapshot import numbers_line, present_numbers
 
         from toprope.analysis.reports.headline import headline
         from toprope.text_format import clip
@@ -157,7 +157,7 @@ def status(run: Run) -> None:
         lines = [f"{state.run_id}: {state.state}{f' ({state.reason})' if state.reason else ''}"]
         if (accuracy := headline(state)) is not None:
             lines.append(str(accuracy))
-        lines.append(numbers_line(state.progress))
+        lines.append(numbers_line(present_numbers(state)))
         for name, member in state.crew.items():
             lines.append(f"  {name}: {member.state}{f', pid {member.pid}' if member.pid else ''}")
         for finding in state.findings:

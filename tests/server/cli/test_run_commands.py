@@ -95,6 +95,17 @@ def test_status_prints_no_line_and_no_control_character_of_others(shop):
     assert not any(character in shown for character in "\x1b\x07\u202e") and "\nfailed: trainer: forged" not in shown
 
 
+def test_status_and_watch_of_an_ended_run_tell_neither_pace_nor_remaining_time(shop, ended):
+    numbers = {"step": 20, "total_steps": 40, "eta_s": 42.0, "rollouts_per_second": 894.0}
+    become(ended, "stopped", progress=numbers)
+    for command in ("status", "watch"):
+        shown = toprope(command, ended.run_id).stdout
+        assert "step 20/40" in shown and "ETA" not in shown and "rollouts/s" not in shown
+    live = start_run(shop)
+    become(live, "training", progress=numbers)
+    assert "894 rollouts/s, ETA 42 s" in toprope("status", live.run_id).stdout
+
+
 def test_shell_completes_runs_components_and_environments(shop, ended):
     assert complete_run("sort-") == [ended.run_id] and complete_run("x") == []
     assert complete_component("tr") == ["trainer", "tracker"] and complete_component("k") == ["keeper"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import anyio
@@ -139,6 +140,23 @@ def test_accounts_of_ended_runs_are_read_once(house: House, monkeypatch: pytest.
     assert disk() == pytest.approx(53)
     become(ended, "completed", ended_at=10.0)  # it had been resumed
     assert disk() == pytest.approx(80)
+
+
+def test_time_of_a_resumed_run_counts_all_attempts(house: House) -> None:
+    folder, now_s = start_run(house[0]), time.time()
+
+    def total_s() -> float:
+        seconds: float = ask(house, what="run", run_id=folder.run_id)["live"]["facts"]["total_s"]
+        return seconds
+
+    become(folder, "training", created_at=now_s - 500, started_at=now_s - 20)
+    assert total_s() == pytest.approx(20, abs=5)
+    Usage(at=now_s - 400, wall_s=100.0).write(folder)
+    assert total_s() == pytest.approx(120, abs=5)
+    Usage(at=now_s - 4, wall_s=116.0).write(folder)
+    assert total_s() == pytest.approx(120, abs=5)
+    become(folder, "stopped", ended_at=now_s + 50)
+    assert total_s() == 116.0, "the time between a keeper's death and its discovery is no time of the run"
 
 
 def test_list_of_runs_has_pages(house: House) -> None:

@@ -11,6 +11,7 @@ from toprope_tools.status.status import check_status
 from tests.support.tools_house import become, do, start_run, step
 from toprope.atomic import write_json
 from toprope.records.run.specification import SweepMember, TestPlan
+from toprope.records.run.usage import Usage
 
 
 def test_results_name_the_next_step_of_stopped_runs_and_good_tests(house):
@@ -21,6 +22,8 @@ def test_results_name_the_next_step_of_stopped_runs_and_good_tests(house):
     stopped = do(get_results, shop, run_id=folder.run_id).text
     assert f'Next: resume_training(run_id="{folder.run_id}") continues it. More: get_results' in stopped
     assert "after 21 s." in stopped, "the time in the queue is no time of the run"
+    Usage(at=now, wall_s=42.0).write(folder)
+    assert "after 42 s." in do(get_results, shop, run_id=folder.run_id).text, "an earlier attempt counts, too"
     shares = {"all_wrong_share": 0.3, "all_right_share": 0.1, "signal_share": 0.6}
     found = {"tasks": 8, "successes": 4, "rollouts": 64, "accuracy": 0.5, "split": "validation", **shares}
     plan, final = TestPlan(tasks=8, group_size=8), SweepMember(sweep="s", candidate="c001", epoch=1)

@@ -16,7 +16,7 @@ from toprope.records.run.series import Followers, Piece
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Event, Status
 from toprope.records.run.tested_models import read_models
-from toprope.records.run.usage import Usage, spending_in
+from toprope.records.run.usage import Usage, spending_in, wall_seconds
 from toprope.settings.schema import Config
 from toprope.text_format import clip, duration, number, percent, plural, value
 from toprope.untrusted import named
@@ -283,7 +283,6 @@ def _facts(
     except Corrupt:
         usage = None
     seconds = (results or {}).get("seconds") or {}
-    end = status.ended_at or time.time()
     spent = usage.cost_usd if usage is not None else sum(spending_in(folder.path).values()) or None
     return shapes.Facts(
         steps=int(numbers.get("step") or 0),
@@ -291,7 +290,7 @@ def _facts(
         rollouts=None if numbers.get("rollouts") is None else int(numbers["rollouts"]),
         rollouts_per_second=numbers.get("rollouts_per_second"),
         training_s=seconds.get("training"),
-        total_s=end - (status.started_at or status.created_at),
+        total_s=wall_seconds(usage, status, time.time()),
         cpu_s=None if usage is None else usage.cpu_s,
         gpu_s=None if usage is None else usage.gpu_s,
         usd=spent,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -19,6 +20,7 @@ from toprope.records.run.folder import RunFolder, find_record
 from toprope.records.run.specification import Specification, moved_home
 from toprope.records.run.status import RESUMABLE, Status, read_events
 from toprope.records.run.tested_models import AnsweredConversation, read_measurements
+from toprope.records.run.usage import Usage, wall_seconds
 from toprope.records.sweep_journal import members_in
 from toprope.settings.schema import Config
 from toprope.text_format import accuracy, ago, call, clip, duration, number, percent, plural, value
@@ -94,7 +96,9 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         }
     )
     answered = [AnsweredConversation.model_validate(answer) for answer in report.answers]
-    lines = [_head(status, report)]
+    started = members_in(workshop.home.runs, run_id) if specification.sweep is not None else []
+    usage_lines, usage = used(folder, live=not status.is_over, members=[*map(workshop.runs.folder, started)])
+    lines = [_head(status, report, usage)]
     changed = _changed_after_end(status, folder) if complete else ""
     lines += [changed] if changed else []
     if report.tested is not None:
@@ -128,8 +132,6 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
             f"Failed: {failure.component}{kind}: {marked(failure.reason, 400)} {clip(failure.hint, 400)}".rstrip()
         )
         lines += marked_lines(failure.excerpt[-5:], 200)
-    started = members_in(workshop.home.runs, run_id) if specification.sweep is not None else []
-    usage_lines, usage = used(folder, live=not status.is_over, members=[*map(workshop.runs.folder, started)])
     lines += usage_lines
     integrity_lines, checks = integrity_section(
         workshop, run_id, report.integrity, ended=status.ended, detailed=detailed
@@ -205,12 +207,12 @@ def _within_budget(text: str, data: answers.Result) -> Answer:
     return answer
 
 
-def _head(status: Status, report: Results) -> str:
+def _head(status: Status, report: Results, usage: Mapping[str, Any] | None) -> str:
     text = f"{status.run_id}: {status.state}, {status.kind}, {status.environment}"
     text += f", policy {report.model}" if report.tested is None else f", {len(report.tested.models)} models"
     if status.ended_at is not None:
-        began = status.started_at or status.created_at
-        text += f", ended {ago(status.ended_at)} after {duration(status.ended_at - began)}"
+        took_s = wall_seconds(Usage(**usage) if usage else None, status, status.ended_at)
+        text += f", ended {ago(status.ended_at)} after {duration(took_s)}"
     text += "."
     if report.steps:
         text += f" {plural(report.steps, 'step')}"

@@ -69,10 +69,8 @@ class Look:
     @property
     def numbers(self) -> dict[str, Any]:
         """The present numbers, whether told or not."""
-        progress = self.status.progress
-        numbers = {key: progress[key] for key in _NUMBERS if progress.get(key) is not None}
-        if self.status.state != "training":
-            numbers.pop("eta_s", None)  # it estimates the end of training alone
+        progress = present_numbers(self.status)
+        numbers = {key: progress[key] for key in _NUMBERS if key in progress}
         if self.status.curricula:
             numbers["curricula"] = self.status.curricula
         given_up = self.status.making.get("given_up") or {}
@@ -116,6 +114,16 @@ class Look:
         if self.stamp is None:
             return "step" in self.numbers
         return self.has_new_numbers and self.due
+
+
+def present_numbers(status: Status) -> dict[str, Any]:
+    """Return the newest numbers of a run that still hold: the remaining time in training, the pace until the end."""
+    numbers = {key: figure for key, figure in status.progress.items() if figure is not None}
+    if status.state != "training":
+        numbers.pop("eta_s", None)  # it estimates the end of training alone
+    if status.ended:
+        numbers.pop("rollouts_per_second", None)
+    return numbers
 
 
 def look_at(

@@ -17,9 +17,10 @@ from toprope.atomic import write_json
 from toprope.records.purse import FILE as SPENDING
 from toprope.records.purse import Purse, day_of, read_spending
 from toprope.records.run.folder import RunFolder, find_record
+from toprope.records.run.status import Status
 from toprope.settings.limits import FrozenLimits
 
-__all__ = ["SPENDING", "Spent", "Usage", "day_of", "purse_of", "spending_in"]
+__all__ = ["SPENDING", "Spent", "Usage", "day_of", "purse_of", "spending_in", "wall_seconds"]
 
 USAGE_VERSION = 1
 _ACCOUNTS = SPENDING.replace(".", "*.")
@@ -82,6 +83,18 @@ class Usage(Spent):
         """Replace the file and wait for the disk: a power cut must not leave an empty one. Only the keeper may."""
         data: dict[str, Any] = self.model_dump(mode="json")
         write_json(folder.path / "usage.json", data, durable=True)
+
+
+def wall_seconds(usage: Usage | None, status: Status, now: float) -> float:
+    """Return the seconds that all attempts of a run took without the queue; of this attempt alone if none were counted.
+
+    Args:
+        now: Seconds since the epoch. A live run is counted up to now, not only to the last measurement.
+    """
+    began, end = status.started_at or status.created_at, status.ended_at or now
+    if usage is None or not usage.wall_s:
+        return end - began
+    return usage.wall_s + (0.0 if status.is_over else max(0.0, end - max(usage.at, began)))
 
 
 def spending_in(folder: Path) -> dict[str, float]:

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from toprope_tools.status.snapshot import numbers_line
+from toprope_tools.status.snapshot import numbers_line, present_numbers
 
 from toprope.analysis.reports.headline import accuracy_on, headline, share_done
 from toprope.records.run.metrics import last_rows
@@ -106,7 +106,7 @@ def _lines(workshop: Workshop, watched: list[_Watched], out: IO[str]) -> None:
                 continue
             for event in run.update(workshop):
                 print(f"{_clock(event.at)} {run.run_id}: {_event_text(event)}", file=out, flush=True)
-            now, text = time.monotonic(), numbers_line(_numbers(run.status)) + _smoothed(run.means)
+            now, text = time.monotonic(), numbers_line(present_numbers(run.status)) + _smoothed(run.means)
             due = run.over or run.status.state != run.state or now - run.line_at >= LINE_EVERY_S
             if due and text != run.line:
                 print(f"{_clock(time.time())} {run.run_id}: {run.status.state}: {text}", file=out, flush=True)
@@ -181,7 +181,7 @@ def _smoothed(means: Mapping[str, float]) -> str:
 
 
 def _cells(status: Status, means: Mapping[str, float]) -> list[str]:
-    progress, cells = status.progress, []
+    progress, cells = present_numbers(status), []
     if "step" in progress:
         cells.append(f"step {progress['step']}/{progress.get('total_steps') or '?'}")
     elif progress.get("what"):
@@ -195,20 +195,11 @@ def _cells(status: Status, means: Mapping[str, float]) -> list[str]:
         cells += [f"success {percent(progress['success'])}"] if progress.get("success") is not None else []
     if progress.get("rollouts_per_second") is not None:
         cells.append(f"{number(progress['rollouts_per_second'])} rollouts/s")
-    numbers = _numbers(status)
-    if numbers.get("eta_s") is not None:
-        cells.append(f"ETA {duration(numbers['eta_s'])}")
+    if progress.get("eta_s") is not None:
+        cells.append(f"ETA {duration(progress['eta_s'])}")
     if status.started_at is not None:
         cells.append(f"{duration((status.ended_at or time.time()) - status.started_at)} so far")
     return cells or ["no numbers yet"]
-
-
-def _numbers(status: Status) -> dict[str, Any]:
-    """The newest numbers; the remaining time only during training."""
-    numbers = {key: value for key, value in status.progress.items() if value is not None}
-    if status.state != "training":
-        numbers.pop("eta_s", None)
-    return numbers
 
 
 def _share(status: Status) -> tuple[float, float]:
