@@ -190,6 +190,9 @@ def test_check_tool_answers_briefly_and_uses_draft_settings(tmp_path: Path) -> N
             "Not tried: «judge style" in answer.text and "Share of the highest reward without judges: " in answer.text
         )
         shop.drafts.edit(draft, {"environment.rewards": []}, shop.home.locks())
+        (folder / "mine.py").write_text(HEAD + COMPARES + SUCCEEDS)
+        answer = await check_environment(shop, name=draft)
+        assert "Share of the highest reward, each scored alone: " in answer.text
         (folder / "mine.py").write_text(HEAD + "raise OSError('gone')\n")
         with pytest.raises(EnvironmentFailed, match="OSError: gone"):
             await check_environment(shop, name=draft)

@@ -134,9 +134,9 @@ def _text(
         if finding.level != "note":
             lines.append(f"  To do: {finding.next}.")
     if scores := _scores(report):
+        how = f"{' without judges' if judges else ''}{', each scored alone' if trial.compared else ''}"
         lines.append(
-            f"Share of the highest reward{' without judges' if judges else ''}: "
-            + ", ".join(f"{kind} {share:.0%}" for kind, share in scores.items())
+            f"Share of the highest reward{how}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in scores.items())
         )
     sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in trial.splits.items()]
     if sizes and (prompts := data.prompt_characters):
