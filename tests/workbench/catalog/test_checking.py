@@ -89,6 +89,17 @@ def test_first_task_may_take_longer_than_a_call_and_is_not_made_again_for_compar
             "        return float(self.answer == self.task.reference)\n",
             "leaves_processes",
         ),
+        (
+            "    def score(self):\n        import threading\n"
+            "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+            "        return float(self.answer == self.task.reference)\n",
+            "leaves_processes",
+        ),
+        (
+            "    def score(self):\n        self.task.data['left'] = self.task.data.get('left', 1000) - 1\n"
+            "        return float(self.answer == self.task.reference)\n",
+            "score_changes",
+        ),
     ],
 )  # fmt: skip
 def test_check_names_the_rule_of_each_defect(tmp_path: Path, code: str, rule: str) -> None:

@@ -98,20 +98,21 @@ def prints(seen: Observed) -> Finding | None:
 
 
 def processes(seen: Observed) -> Finding | None:
-    """The environment leaves processes behind."""
-    if not seen.left_processes and not seen.children:
+    """The environment leaves processes or threads behind."""
+    if not seen.left_processes and not seen.children and not seen.threads:
         return None
+    threads = f" {seen.threads} threads more ran after the answers than before." if seen.threads else ""
     return Finding(
         "leaves_processes",
         "warning",
         f"It leaves processes behind: {seen.children} more ran after the answers than before, {seen.left_processes} "
-        "outlived the worker (they were killed).",
-        "processes of a rollout end with it, and none outlives the worker",
+        f"outlived the worker (they were killed).{threads}",
+        "processes and threads of a rollout end with it, and no process outlives the worker",
         seen.advice(
-            "end child processes in score() and wait for them; start shared ones in setup()",
+            "end child processes and threads in score() and wait for them; start shared ones in setup()",
             "tell its author; they are killed with the worker, and environment.memory_mb limits their memory",
         ),
-        {"running": seen.children, "left": seen.left_processes},
+        {"running": seen.children, "left": seen.left_processes, "threads": seen.threads},
     )
 
 

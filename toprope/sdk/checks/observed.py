@@ -122,6 +122,10 @@ class Observed:
     """Names of files that it wrote into its working folder."""
     children: int = 0
     """Additional processes after all answers, compared with after loading."""
+    threads: int = 0
+    """Additional threads, likewise."""
+    changed_data: int = 0
+    """Answers whose scoring changed the data of their task."""
     memory_mb: float = 0.0
     """Memory in MB of the worker with its children after loading and trying."""
     grown_mb: float = 0.0

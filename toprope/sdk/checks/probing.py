@@ -217,6 +217,7 @@ class Trial:
             number, probe.kind, float(outcome["reward"]), bool(outcome["success"]), outcome["error"], seconds,
             raised=float(outcome.get("parts", {}).get(REWARD_ERRORS, 0.0)),  # none if reset raised
         )  # fmt: skip
+        self.seen.changed_data += bool(outcome.get("changed_data"))
         if twice and probe.kind in _TWICE and not outcome["error"] and not self.late:
             second_outcome = await self.score("train", number, probe.text, f"score {probe.kind}")
             if second_outcome is not None and not second_outcome["error"]:

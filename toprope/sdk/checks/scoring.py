@@ -330,13 +330,23 @@ def bad_score(seen: Observed) -> Finding | None:
 
 
 def score_changes(seen: Observed) -> Finding | None:
-    """The same answer gets different rewards when scored twice."""
+    """The same answer gets different rewards when scored twice, or may because scoring changes the task."""
     scored_twice = [score for score in seen.scores if score.again is not None]
     changed = [
         score for score in scored_twice if score.again is not None and abs(score.again - score.reward) > TOLERANCE
     ]
-    if not changed:
+    if not changed and not seen.changed_data:
         return None
+    if not changed:
+        return Finding(
+            "score_changes",
+            "warning",
+            f"Scoring changed task.data {seen.changed_data} times. Rollouts of a task share them, so that an answer is "
+            "scored by what earlier ones left.",
+            "a task's data stay as tasks() made them",
+            seen.advice("copy in reset() what a rollout changes, and keep the copy on self", "tell its author"),
+            {"changed_data": seen.changed_data},
+        )
     largest = max(abs(seen.share(score.reward) - seen.share(score.again or 0.0)) for score in changed)
     return Finding(
         "score_changes",

@@ -372,11 +372,14 @@ class Service:
         environment, task = opened.environment, opened.splits.get(split, index)[0]
         if isinstance(environment, OwnLoop):
             return self._score_scripted(opened, task, answer)
-        rollout = Rollout(environment, task, self.near)
+        rollout, data = Rollout(environment, task, self.near), _shown(task.data)
         rollout.functions = opened.functions
         rollout.begin()
         outcome = rollout.advance(answer, only=True).outcome
-        return rewarded([_scored(outcome, rollout)], lambda outcomes: _outcome(outcomes[0]))
+        return rewarded(
+            [_scored(outcome, rollout)],
+            lambda outcomes: outcomes[0] and {**vars(outcomes[0]), "changed_data": _shown(task.data) != data},
+        )
 
     async def _score_scripted(self, opened: _Variant, task: Task, answer: str) -> dict[str, Any] | None:
         with scripted_session(answer) as session:
@@ -430,6 +433,12 @@ def _card(
 def _outcome(outcome: Outcome | None) -> dict[str, Any] | None:
     # `asdict` copies all values, for each of a group's answers; these are written as JSON at once.
     return None if outcome is None else {name: getattr(outcome, name) for name in _OUTCOME}
+
+
+def _shown(data: Any) -> str:
+    with contextlib.suppress(Exception):  # objects of an author
+        return repr(data)
+    return ""
 
 
 def _plain(value: Any) -> Any:

@@ -203,12 +203,12 @@ class _Check:
         return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s + self._trial.first_tasks_s) < self._until
 
     async def _repeat(self) -> None:
-        """Score the same answers repeatedly and measure growth of memory and processes."""
+        """Score the same answers repeatedly and measure growth of memory, processes and threads."""
         link, form, seen = self._trial.link, self._form, self.seen
         if link is None or not link.alive or not seen.tried or any(ended.hung for ended in seen.ended):
             return
         answers = [JUNK, ""]
-        before, children_before = await asyncio.to_thread(_measure, link.pid)
+        before, *others_before = await asyncio.to_thread(_measure, link.pid)
         middle: float | None = None
         calls, until = 0, min(time.monotonic() + form.repeated_s, self._until)
         while calls < form.repeated and time.monotonic() < until:
@@ -218,10 +218,10 @@ class _Check:
             calls += 1
             if calls == form.repeated // 2:
                 middle = (await asyncio.to_thread(_measure, link.pid))[0]
-        after, children_after = await asyncio.to_thread(_measure, link.pid)
+        after, *others_after = await asyncio.to_thread(_measure, link.pid)
         seen.memory_mb = after / _MB
-        more = children_after - children_before
-        seen.children = more if more > calls // 4 + 1 else 0
+        more = [count - earlier for count, earlier in zip(others_after, others_before, strict=True)]
+        seen.children, seen.threads = (count if count > calls // 4 + 1 else 0 for count in more)
         # Compare with the middle: caches and pools have filled by then.
         if calls >= _FEWEST_FOR_GROWTH and middle is not None and after - middle > 0.25 * (after - before):
             seen.grown_mb, seen.grown_calls = max(0.0, after - before) / _MB, calls
@@ -350,15 +350,17 @@ def _family(pid: int) -> set[int]:
         return set()
 
 
-def _measure(pid: int) -> tuple[int, int]:
-    """Return the memory in bytes of a worker with its children, and the number of children."""
+def _measure(pid: int) -> tuple[int, int, int]:
+    """Return the memory in bytes of a worker with its children, the number of children, and that of its threads."""
     import psutil
 
-    total, others = 0, 0
+    total, others, threads = 0, 0, 0
     for member in _family(pid):
         try:
-            total += psutil.Process(member).memory_info().rss
+            process = psutil.Process(member)
+            total += process.memory_info().rss
             others += member != pid
+            threads += process.num_threads() if member == pid else 0
         except psutil.Error:
             continue
-    return total, others
+    return total, others, threads
