@@ -47,6 +47,9 @@ def test_results_list_present_and_past_findings_and_time(tmp_path: Path) -> None
         ]
         for one in told:
             EventLog(folder).append("finding", **one.model_dump(mode="json"))
+        EventLog(folder).append("restart", what="trainer is started again", component="trainer")
+        for reason in ("It hung.", "The worker ended with exit code 9."):
+            EventLog(folder).append("restart", what="", component="worker", reason=reason, restart=0, of=3)
         times = {"time/step": 1.0, "time/wait": 0.7, "time/prepare": 0.1, "time/passes": 0.15, "time/rest": 0.05}
         rows = [{"step": step, "reward": 0.0, **times} for step in range(1, 11)]
         folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -62,6 +65,8 @@ def test_results_list_present_and_past_findings_and_time(tmp_path: Path) -> None
         assert "Finding trainer_waits (note, since step 30)" in short.text
         assert "Findings that are over: scorer_errors (warning, step 9), disk_full (critical)." in short.text
         assert "waiting for groups 70.0%" in short.text
+        ends = "trainer 1 time, worker 2 times. The last end: «The worker ended with exit code 9.»"
+        assert f"Ended and started again: {ends}" in short.text
         assert "Failed: trainer (nan): «it fell»" in short.text
         structure = short.data.model_dump()["results"]
         assert [one["rule"] for one in structure["findings"]] == ["all_wrong", "trainer_waits"]

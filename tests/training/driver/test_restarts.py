@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -13,14 +14,17 @@ import psutil
 import pytest
 
 from toprope.records.journal.groups import Counts
+from toprope.records.messages import Renewed, Warned
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Status, read_events
+from toprope.sdk.errors import WorkerDied
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
+from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans
 
 COUNTS = '''
 """Say a letter. Slow until a file lies beside this one."""
@@ -81,6 +85,26 @@ def specification(tmp_path: Path, tiny_policy: Path) -> Specification:
         config=config,
         policy_cache=str(tmp_path / "policies"),
     )
+
+
+def test_worker_that_loads_edited_code_is_told(specification: Specification) -> None:
+    reports: list[Any] = []
+
+    async def run() -> None:
+        [(plan, source)] = environment_plans(specification)
+        host = await EnvironmentHost.start(specification, plan, source, reports.append)
+        try:
+            for edit in ("", "# edited"):
+                with Path(str(source.file)).open("a") as file:
+                    file.write(edit)
+                await host.worker.replace(await host.worker.current(), WorkerDied("It ended.", 9))
+        finally:
+            await host.close()
+
+    asyncio.run(run())
+    assert [type(report) for report in reports if not isinstance(report, Warned)] == [Renewed, Renewed]
+    [told] = [report.what for report in reports if isinstance(report, Warned) and "other code" in report.what]
+    assert told.startswith("The environment was loaded again with other code") and "other code" in reports[-1].what
 
 
 def members_of(folder: RunFolder) -> list[psutil.Process]:

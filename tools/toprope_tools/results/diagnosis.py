@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from toprope.analysis.findings.causes import Explanation
 from toprope.analysis.findings.diagnosis import told as told_by
 from toprope.analysis.findings.rules import said, setting
 from toprope.analysis.statistics.accuracy_change import AccuracyChange
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.kinds import kind_named
-from toprope.records.run.status import Event, Finding, Status
+from toprope.records.run.status import Event, Finding, Status, read_events
 from toprope.text_format import call, percent, plural
 from toprope.untrusted import marked, named
 
@@ -60,6 +62,16 @@ def findings_lines(status: Status, events: Sequence[Event], causes: Explanation)
         ]
         lines.append(f"Findings that are over: {', '.join(listed)}.")
     return lines
+
+
+def restart_lines(folder: RunFolder) -> list[str]:
+    """Return one line if components or workers ended and were started again: their numbers, and the last end."""
+    ends = [event.data for event in read_events(folder.events, kinds=("restart",))]
+    if not ends:
+        return []
+    counts = Counter(named(end.get("component", "")) for end in ends)
+    listed = ", ".join(f"{name} {plural(count, 'time')}" for name, count in counts.items())
+    return [f"Ended and started again: {listed}. The last end: {marked(ends[-1].get('reason', ''), 200)}"]
 
 
 def mending_lines(

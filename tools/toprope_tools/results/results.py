@@ -36,6 +36,7 @@ from toprope_tools.results.diagnosis import (
     findings_lines,
     findings_told,
     mending_lines,
+    restart_lines,
     time_line,
 )
 from toprope_tools.results.plots import with_picture
@@ -123,6 +124,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     events = list(read_events(folder.events, kinds=("finding",)))
     causes = explain_run(folder, specification, status)
     lines += findings_lines(status, events, causes)
+    lines += restart_lines(folder)
     lines += time_line(report.time)
     lines += _file_lines(folder, report)
     if status.failure is not None:

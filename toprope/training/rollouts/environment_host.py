@@ -236,6 +236,8 @@ class EnvironmentHost:
             if worker is not None:
                 await worker.close()
             raise self.name_error(error) from (error.__cause__ if self.is_only else error)
+        if self.loaded and loaded != self.loaded:
+            self._send(Warned(f"{self.subject} was loaded again with other code, which scores all that follows."))
         self.loaded = loaded
         self._watch = asyncio.create_task(watch_worker(worker, section.memory_mb))
         if warning := missing_wall(worker.enclosure):
