@@ -7,6 +7,7 @@ a reward of 0, and affects nothing else.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,6 +64,10 @@ def configure(
         InvalidRequest: A knob, a weight or `max_turns` is wrong; MissingKnobs if it needs a knob that is not set.
         EnvironmentMistake: The environment's own `parts` or `max_turns` are wrong.
     """
+    for method in ("setup", "tasks", "reset", "step", "score", "score_group", "solve", "success", "close"):
+        function = getattr(environment, method)
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise EnvironmentMistake(f"{method}() must not be async: nothing would await it.")
     environment.knobs = make_knobs(environment.Knobs, knobs or {})
     environment.seed = seed
     environment.random = random.Random("tasks")
@@ -263,14 +268,15 @@ def play(environment: type[Environment], answers: Iterable[str], *, index: int =
     Args:
         environment: The class.
         answers: The policy's answers, turn by turn; those after the end of the rollout are not used.
-        index: Number of the task.
+        index: Number of the task, in the training split if the environment brings its own.
         **knobs: Values of knobs.
 
     Raises:
         InvalidRequest: No such task or knob, or the answers end before the rollout does.
     """
     ready = configure(environment(), knobs=knobs)
-    task = next(islice(iter(ready.tasks()), index, None), None)
+    own_splits: Sequence[str] = ["train"] if inspect.signature(ready.tasks).parameters else []
+    task = next(islice(iter(ready.tasks(*own_splits)), index, None), None)
     if task is None:
         raise InvalidRequest(f"{environment.__name__} has no task {index}.")
     rollout = Rollout(ready, task)

@@ -100,6 +100,17 @@ def test_judged_questions_need_no_reference(tmp_path: Path) -> None:
         opened(tmp_path, path="topics.csv", prompt="theme", scorer="judge")
 
 
+def test_few_rows_fill_all_splits_and_other_encodings_are_named(tmp_path: Path) -> None:
+    rows = "".join(f"capital of {n},city {n}\n" for n in range(12))
+    (tmp_path / "few.csv").write_text("prompt,answer\n" + rows)
+    (tmp_path / "latin.csv").write_text("prompt,answer\n" + rows + "Österreich,Wien\n", encoding="latin-1")
+    splits = TaskSplits(opened(tmp_path, path="few.csv"))
+    splits.survey(20, 5.0)
+    assert all(splits.known(split) for split in SPLITS) and sum(map(splits.known, SPLITS)) == 12
+    with pytest.raises(InvalidRequest, match=r"latin.csv, line 14: not UTF-8. Save the file as UTF-8"):
+        list(opened(tmp_path, path="latin.csv").tasks())
+
+
 def test_repeated_rows_stay_in_one_split(tmp_path: Path) -> None:
     texts = [f"  Word {n % 150} ".upper() if n % 2 else f"word {n % 150}" for n in range(600)]
     lines = [json.dumps({"prompt": text, "answer": "x"}) + "\n" for text in texts]

@@ -370,3 +370,24 @@ def test_play_reports_missing_task_or_answer() -> None:
     with pytest.raises(InvalidRequest, match="answers ended"):
         play(Dialogue, ["one"])
     assert play(Echo, ["b"], word="b").success
+
+
+def test_play_takes_a_task_of_the_authors_own_training_split() -> None:
+    class Own(Echo):
+        def tasks(self, split: str):  # type: ignore[override]
+            yield Task(f"Say {split}", reference=split)
+
+    assert play(Own, ["train"], word="train").success
+
+
+@pytest.mark.parametrize("method", ["setup", "tasks", "step", "score"])
+def test_methods_that_nothing_would_await_are_refused(method: str) -> None:
+    async def later(self: Any) -> None: ...
+
+    with pytest.raises(EnvironmentMistake, match=rf"{method}\(\) must not be async"):
+        play(type("Later", (Echo,), {method: later}), ["a"])
+
+
+def test_default_beyond_the_bounds_of_a_knob_is_refused() -> None:
+    with pytest.raises(ValueError, match="default 300 of a knob is not within its bounds ge=1 and le=10"):
+        knob(300, ge=1, le=10)

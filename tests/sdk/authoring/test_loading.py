@@ -79,3 +79,12 @@ def test_package_of_the_same_name_is_not_loaded_instead(tmp_path: Path, monkeypa
     with pytest.raises(LoadError, match=r"taken by .*installed.*: rename it"):
         module_of(tmp_path / "own" / "same_named_games" / "env_of_games.py")
     assert "env_of_games" not in sys.modules
+
+
+def test_link_to_a_file_says_why_its_neighbours_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "env_of_link.py").write_text("import beside_the_target\n")
+    (tmp_path / "env_of_link.py").symlink_to(tmp_path / "elsewhere" / "env_of_link.py")
+    with pytest.raises(LoadError, match="This file is a link") as failed:
+        module_of(tmp_path / "env_of_link.py")
+    assert "Install the package" not in str(failed.value)

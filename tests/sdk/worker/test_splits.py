@@ -237,6 +237,15 @@ def test_stream_must_yield_tasks() -> None:
         splits_of(Wrong).get("train", 0)
 
 
+def test_tasks_that_cannot_be_iterated_are_named() -> None:
+    class Forgets(Environment):
+        def tasks(self):
+            return None
+
+    with pytest.raises(EnvironmentMistake, match=r"tasks\(\) returned None: it must yield tasks"):
+        splits_of(Forgets).get("train", 0)
+
+
 def test_survey_stops_at_limit_or_deadline() -> None:
     splits = splits_of(Numbers)
     splits.survey(5, 60.0)

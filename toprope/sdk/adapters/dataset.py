@@ -78,6 +78,7 @@ class Dataset(Environment):
 
     finite = True
     tags: tuple[str, ...] = ("dataset", "no-code")
+    listed = True
     parts = {  # noqa: RUF012 - environments declare their parts so
         "correct": Part(1.0, description="1 if the scorer accepts the answer"),
         "parsed": Part(0.0, description="1 if an answer was found; shown, not rewarded"),

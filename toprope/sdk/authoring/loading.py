@@ -207,6 +207,10 @@ def _import(file: Path, folder: str) -> ModuleType:
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name:
             hint = f" Install the package of {error.name!r} for {sys.executable}, which runs this environment."
+            if file.is_symlink():
+                hint = (
+                    " This file is a link: what lies beside its target is not found. Link or name its folder instead."
+                )
         elif isinstance(error, ImportError) and "relative import" in str(error):
             hint = " An environment's file stands alone: import its neighbours by their plain names."
         elif isinstance(error, PermissionError):

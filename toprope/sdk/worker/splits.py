@@ -78,6 +78,14 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
+def _iterator(returned: Any) -> Iterator[Any]:
+    try:
+        return iter(returned)
+    except TypeError:
+        what = "None" if returned is None else f"an object of type {type(returned).__name__}"
+        raise EnvironmentMistake(f"tasks() returned {what}: it must yield tasks, or return a list of them.") from None
+
+
 class _Stream:
     """A stream of tasks, read once, that remembers its failure."""
 
@@ -95,7 +103,7 @@ class _Stream:
             raise self._failure
         try:
             if self._iterator is None:
-                self._iterator = iter(self._tasks())
+                self._iterator = _iterator(self._tasks())
             task = next(self._iterator, None)
         except BaseException as error:
             self._failure = error  # a failed generator must not look like the end of the stream

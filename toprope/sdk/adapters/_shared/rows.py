@@ -166,8 +166,20 @@ def _csv(file: Path) -> Iterator[Any]:
             if "unexpected end" in why or "expected after" in why:
                 why = "a quote is never closed, or a quote within a quoted cell is not doubled"
             raise InvalidRequest(f"{file.name}, line {began}: {why}.") from None
-        except UnicodeDecodeError as error:
-            raise InvalidRequest(f"{file.name}, line {reader.line_num}: {error}.") from None
+        except UnicodeDecodeError:  # raised as soon as a block is read, lines before the one at fault
+            raise InvalidRequest(
+                f"{file.name}, line {_first_undecodable(file)}: not UTF-8. Save the file as UTF-8."
+            ) from None
+
+
+def _first_undecodable(file: Path) -> int:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 0
 
 
 def _parquet(file: Path) -> Iterator[Any]:
