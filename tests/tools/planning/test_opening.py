@@ -141,6 +141,20 @@ def test_settings_that_no_run_could_open_are_refused_when_they_are_edited(shop, 
     assert do(edit_config, shop, draft_id=draft, changes=fine).data.changed
 
 
+def test_check_that_goes_on_is_not_called_loading(shop, monkeypatch):
+    done = []
+
+    async def noted(self, key, make, *, what, **rest):
+        done.append(what)
+        raise NotPossibleNow(what)
+
+    monkeypatch.setattr("toprope_tools.openings.Openings.result", noted)
+    for tool in (check_environment, describe_environment):
+        with pytest.raises(NotPossibleNow):
+            do(tool, shop, name="needy")
+    assert done == ["Checking needy", "Loading needy"]
+
+
 def test_only_what_was_opened_is_called_ready(shop):
     def state(name):
         [item] = [one for one in do(list_environments, shop, query=name).data.environments if one.name == name]

@@ -104,6 +104,25 @@ def test_catalog_lists_broken_files_with_reason(folder: Path) -> None:
         asyncio.run(catalog.describe(torn))
 
 
+def test_draft_finds_its_class_after_another_one_has_changed_the_name(folder: Path) -> None:
+    catalog = Catalog([folder])
+    source = catalog.find("good").environment
+    with (folder / "good.py").open("a") as file:
+        file.write("class Other(Good):\n    pass\n")
+    with pytest.raises(NotFound):
+        catalog.find("good")
+    assert catalog.of_source(source).environment == source
+    with pytest.raises(NotFound):
+        catalog.of_source(source.model_copy(update={"attribute": "Gone"}))
+
+
+def test_owners_file_of_an_ecosystem_is_to_be_fixed(folder: Path) -> None:
+    source = EnvironmentSource(name="sums", adapter="trl", target='{"file": "rewards.py"}')
+    entry = Entry("sums", "", "folder", "ready", "", 1, source, ecosystem="trl")
+    answer = failed(entry, WorkerError("load", "LoadError", "rewards.py has no 'brif'."))
+    assert answer.hint == "sums was not loaded. Fix this first."
+
+
 def test_missing_ecosystem_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toprope.sdk.adapters.reasoning_gym.PACKAGE", "reasoning_gym_of_no_machine")
     entry = Catalog().find("reasoning_gym")

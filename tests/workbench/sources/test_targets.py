@@ -57,6 +57,15 @@ def test_target_files_are_listed_and_wrong_ones_are_explained(folder: Path) -> N
     )
 
 
+def test_file_that_a_target_names_is_not_listed_as_broken_too(folder: Path) -> None:
+    (folder / "_rewards.py").rename(folder / "rewards.py")
+    catalog = Catalog([folder])
+    assert any(entry.name == "rewards" and entry.status == "broken" for entry in catalog.entries())
+    file = folder / "sums.yaml"
+    file.write_text(file.read_text().replace("_rewards.py", "rewards.py"))
+    assert not any(entry.name == "rewards" for entry in Catalog([folder]).entries())
+
+
 def test_paths_in_lists_are_relative_to_the_file(folder: Path) -> None:
     (folder / "more.jsonl").write_text("")
     (folder / "shared").mkdir()

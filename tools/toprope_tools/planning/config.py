@@ -172,7 +172,7 @@ async def _require_opening(
 
 async def _open(workshop: Workshop, plan: MemberPlan, source: EnvironmentSource, caller: Caller) -> list[str]:
     section = plan.section
-    entry = replace(await to_thread.run_sync(workshop.catalog.find, plan.name), environment=source)
+    entry = await to_thread.run_sync(workshop.catalog.of_source, source)
     weights = {**section.reward_weights_end, **section.reward_weights}
     options = options_of(workshop, section.model_copy(update={"reward_weights": weights}))
     described = await describe(workshop, entry, options, examples=0, caller=caller)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ async def check_environment(
         hold_locks(draft.config, locks)
         folders = workshop.home.environment_folders(workshop.settings())
         source = await to_thread.run_sync(own_source, draft, folders)
-        entry = replace(await to_thread.run_sync(workshop.catalog.find, section.name), environment=source)
+        entry = await to_thread.run_sync(workshop.catalog.of_source, source)
         other_members = [f"{plan.label}, in environment.mixture" for plan in members_of(section)[1:]]
         section = section.model_copy(update={"knobs": {**section.knobs, **own_knobs}})
     else:
@@ -94,6 +93,7 @@ async def check_environment(
         limit_s=3 * options.load_timeout_s + time_limit_s + _BEYOND_S,  # to start, to load, and for the first tasks
         caller=caller,
         beyond_s=_BEYOND_S,
+        doing="Checking",
     )
     data = await to_thread.run_sync(_data, report, draft_id, policy, workshop.home.runs)
     text = _text(report, draft_id, other_members, judges, knobs, data)

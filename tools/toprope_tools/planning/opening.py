@@ -89,12 +89,14 @@ async def opened(
     limit_s: float,
     caller: Caller,
     beyond_s: float = 0.0,
+    doing: str = "Loading",
 ) -> T:
     """Return what `make` finds out about an environment. See `Openings.result`.
 
     Args:
         asked: What distinguishes this request from others about the environment.
         beyond_s: Seconds that the call may take beyond the client's usual limit.
+        doing: The work, for messages.
     """
     wait_s = limit_s
     if caller.client is not None:
@@ -103,7 +105,7 @@ async def opened(
     key = json.dumps([source, changed(entry.environment), dict(asked)], sort_keys=True, default=str)
     try:
         result = await workshop.openings.result(
-            key, make, what=f"Loading {entry.name}", limit_s=limit_s, wait_s=wait_s, caller=caller
+            key, make, what=f"{doing} {entry.name}", limit_s=limit_s, wait_s=wait_s, caller=caller
         )
     except EnvironmentFailed:
         if asked.get("knobs"):  # which may be at fault

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import NotFound, TopropeError, shown, visible
+from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.owner import Home
 from toprope.shipped import ENVIRONMENTS
 from toprope.workbench.adapters import Adapter, adapters
@@ -120,6 +121,21 @@ class Catalog:
         hint = f"The nearest: {', '.join(close)}." if close else ""
         raise NotFound(f"There is no environment {shown(name)}.", hint=f"{hint} list_environments shows all.".strip())
 
+    def of_source(self, source: EnvironmentSource) -> Entry:
+        """Return the environment that a draft has, with the draft's source: by its name, or by its file and class if
+        another class in the file has changed the name.
+
+        Raises: As `find`.
+        """
+        try:
+            entry = self.find(source.name)
+        except NotFound:
+            same = (entry for entry in self.entries() if source.file and _place(entry.environment) == _place(source))
+            if (entry := next(same, None)) is None:  # type: ignore[assignment]
+                raise
+            entry = replace(entry, name=source.name)
+        return replace(entry, environment=source)
+
     def lent(self, name: str) -> Entry:
         """Return an environment whose target holds what the owner lends, without listing packages if files tell it.
 
@@ -162,6 +178,10 @@ class Catalog:
         if self._adapters_found is None:
             self._adapters_found = adapters()
         return self._adapters_found
+
+
+def _place(source: EnvironmentSource) -> tuple[str | None, str | None]:
+    return source.file, source.attribute
 
 
 def _clean(entry: Entry) -> Entry:

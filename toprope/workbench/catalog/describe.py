@@ -317,18 +317,18 @@ def _error_of(entry: Entry, failure: WorkerFailure, walls: Walls, trying: str) -
         if entry.ecosystem != "toprope" and (cure := _cure(entry, failure, walls)):
             return EnvironmentFailed(raised, hint=cure)
         if failure.kind == "load":
-            cure = "Fix this first." if entry.ecosystem == "toprope" else _FOREIGN
+            cure = _FOREIGN if entry.environment.is_foreign else "Fix this first."
             return EnvironmentFailed(
                 f"{marked(failure.message, _LONGEST)}{place}", hint=f"{entry.name} was not loaded. {cure}"
             )
         return EnvironmentFailed(
-            raised, hint="Fix the environment's code." if entry.ecosystem == "toprope" else _FOREIGN
+            raised, hint=_FOREIGN if entry.environment.is_foreign else "Fix the environment's code."
         )
     if isinstance(failure, WorkerTimeout):
         ours = "Look for an endless loop, a download, or slow task generation."
         longer = "" if _OF_ROLLOUT.search(str(failure)) else "; environment.load_timeout_s gives it longer"
         theirs = f"It may wait for a download or a server{longer}. {_FOREIGN}"
-        hint = ours if entry.ecosystem == "toprope" else theirs
+        hint = theirs if entry.environment.is_foreign else ours
         words = failure.stderr.rpartition("\n")[2].removeprefix(OURS).strip()
         printed = f" It printed last: {marked(words, _LONGEST)}" if words else ""
         return EnvironmentFailed(f"{entry.name} hangs or is slow. {failure}{printed}", hint=hint)

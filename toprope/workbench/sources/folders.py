@@ -19,6 +19,7 @@ from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
+from toprope.workbench.sources.targets import files_of_targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,7 @@ class FolderSource:
         """
         # Files that are gone by now are left out.
         declared = [(file, declarations) for file in files if (declarations := self._reader.read(file))]
+        of_targets = files_of_targets(self._place) if self._place.is_dir() else set()
         if any(environment.attribute for _, declarations in declared for environment in declarations.ours):
             wholes = []
         by_folder = {folder: listings for folder in wholes if (listings := self._reader.read_whole(folder))}
@@ -144,7 +146,11 @@ class FolderSource:
                 if environment.attribute or environment.names_sdk or not self._placed
             ]
             entries += [self._sdk_entry(environment, names) for environment in ours]
-            entries += [self._adapter_entry(adapter, listed, file, names) for adapter, listed in declarations.theirs]
+            entries += [
+                self._adapter_entry(adapter, listed, file, names)
+                for adapter, listed in declarations.theirs
+                if not (listed.problem and file in of_targets)
+            ]
             entries += [broken(file.stem, failure, self.kind) for failure in declarations.failures]
         return entries
 

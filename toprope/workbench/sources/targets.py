@@ -62,6 +62,12 @@ def defining_files(folder: Path) -> list[Path]:
     return defining
 
 
+def files_of_targets(folder: Path) -> set[Path]:
+    """Return the files that the YAML files of a folder name: their environments are those of the YAML files."""
+    named = (read_yaml(file).get("file") for file in defining_files(folder))
+    return {folder / name for name in named if isinstance(name, str)}
+
+
 def declared_adapter(file: Path) -> str | None:
     """Return the adapter that a YAML file names; None if it is a data set, names none or cannot be read."""
     try:
