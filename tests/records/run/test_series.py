@@ -91,6 +91,22 @@ def test_line_torn_by_a_crash_is_skipped(tmp_path: Path) -> None:
     assert_same(path, read(SeriesFollower(path)))
 
 
+def test_damaged_lines_are_counted_and_torn_ones_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append(path, header(1) + line(1) + b"garbage\n" + line(2) + b'{"step": 3, "rew\n' + header(2) + line(3))
+    append(path, b'{"step": [4]}\n\n{"step": 5, "re')
+    follower = SeriesFollower(path)
+    assert read(follower).rows == 3 and follower.unreadable == 2
+    append(path, b'ward": 1}\n' + line(2))  # written again: the lines before it are read twice
+    assert read(follower).last_step == 2 and follower.unreadable == 2
+    for blank, count in ((b"\0" * 5000, 1), (b"\0\n\xff\n" + header(1), 2), (b"", 0)):
+        other = tmp_path / f"{count}.jsonl"
+        append(other, blank)
+        follower = SeriesFollower(other)
+        follower.read()
+        assert follower.unreadable == count
+
+
 def test_resumed_attempt_writes_steps_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append(path, b"".join(line(step) for step in range(1, 2001)))

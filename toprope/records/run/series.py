@@ -173,6 +173,12 @@ class SeriesFollower:
         self._kind: Any = None
         self._decoder: Any = None
         self._sketch: SeriesFollower | None = None
+        self._unreadable, self._odd_end = 0, False
+
+    @property
+    def unreadable(self) -> int:
+        """Damaged lines so far. One of which a crash left only the beginning does not count."""
+        return self._unreadable + self._odd_end
 
     def read(self, seconds: float | None = None) -> bool:
         """Read what was appended, for about so many seconds at most; return whether anything changed.
@@ -253,7 +259,7 @@ class SeriesFollower:
                 changed = True
             elif len(data) == _PIECE:  # no row is as long; look for the next line
                 self._offset += _PIECE
-            self._complete = len(data) < _PIECE
+            self._complete, self._odd_end = len(data) < _PIECE, data[end : end + 1] not in (b"", b"{")
             if self._complete:
                 if self._sketch is not None:
                     self._sketch, self._generation = None, self._generation + 1
@@ -294,6 +300,7 @@ class SeriesFollower:
             if not steps or (steps[0] > last_step and len(set(steps)) == len(steps) and sorted(steps) == steps):
                 self._add(rows, steps, at)
                 return
+        self._unreadable += sum(map(self._is_damaged, data.splitlines()))
         for start, row in self._rows_of(data, at):  # a torn line, or steps that were written again
             if self._buckets and row.step <= self._buckets[-1].last:
                 self._rewind(file, row.step, start)
@@ -312,16 +319,25 @@ class SeriesFollower:
                 self._check(row)
             at += len(line)
 
+    def _is_damaged(self, line: bytes) -> bool:
+        try:
+            self._decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return not _is_blank_or_torn(line)
+        return False
+
     def _check(self, row: Any) -> None:
         if row.step is None:
             check_version(self._path, {"version": row.version}, METRICS_VERSION)
 
     def _choose_columns(self, data: bytes) -> bool:
         """Choose the columns by the first row, whose names of parts are the environment's; False without a row."""
+        damaged = 0
         for line in data.splitlines():
             try:
                 row = msgspec.json.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError):
+                damaged += not _is_blank_or_torn(line)
                 continue
             if isinstance(row, dict) and row.get("step") is None:
                 check_version(self._path, row, METRICS_VERSION)
@@ -339,6 +355,7 @@ class SeriesFollower:
                 )
                 self._decoder = msgspec.json.Decoder(self._kind)
                 return True
+        self._unreadable += damaged
         return False
 
     def _add(self, rows: Sequence[Any], steps: Sequence[int], at: int) -> None:
@@ -397,6 +414,11 @@ class Followers:
             if len(self._followers) > self._most:
                 self._followers.popitem(last=False)
             return follower
+
+
+def _is_blank_or_torn(line: bytes) -> bool:
+    text = line.strip()
+    return not text or (text.startswith(b"{") and not text.endswith(b"}"))
 
 
 def _merge(buckets: Sequence[_Bucket]) -> list[_Bucket]:
