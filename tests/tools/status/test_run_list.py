@@ -44,3 +44,12 @@ def test_runs_are_listed_filtered_and_paged(house):
     assert "There are no" in do(list_runs, shop, query="nothing like it").text
     with pytest.raises(InvalidValue, match="cursor"):
         do(list_runs, shop, cursor="nonsense")
+
+
+def test_run_whose_status_cannot_be_read_says_so(house):
+    shop, launcher = house
+    folder = start_run(shop)
+    launcher.leave(folder.run_id)
+    folder.status.write_text("{broken")
+    [row] = [line for line in do(list_runs, shop).text.splitlines() if line.startswith(folder.run_id)]
+    assert row.startswith(f"{folder.run_id}: lost, ") and "Its status cannot be read" in row and ", ," not in row

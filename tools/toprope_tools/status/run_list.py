@@ -125,7 +125,7 @@ def run_row(run: Status, runs: Path) -> str:
         runs: The folder of runs.
     """
     summary = _summary(run)
-    parts = [run.state, run.kind, run.environments, ago(run.created_at), *([summary] if summary else [])]
+    parts = list(filter(None, [run.state, run.kind, run.environments, ago(run.created_at), summary]))
     if (member := member_of(run.run_id)) is not None:
         parts.append(member)
     if (group := group_of(run.run_id)) is not None:
@@ -142,6 +142,8 @@ def _seed(folder: Path) -> str:
 
 def _summary(run: Status) -> str:
     """Summarize a run in a few words; check_status has a live run's numbers."""
+    if not run.kind:  # its status cannot be read
+        return clip(run.reason, 200)
     if run.failure is not None:
         return f"{run.failure.component}: {marked(run.failure.reason, 90)}"
     if run.run_kind.starts_runs:
