@@ -131,6 +131,8 @@ export interface RunLive {
   crew: CrewMember[];
   account: Account | null;
   failure: { component: string; kind: string; reason: Foreign; hint: string; excerpt: Foreign[] } | null;
+  /** Records that cannot be read, in sentences. */
+  damage: string[];
   may: { stop: boolean; resume: boolean };
   events: Event[];
   events_before: number;

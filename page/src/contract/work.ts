@@ -40,6 +40,8 @@ export interface Comparison extends Answer {
   sampled: Judged | null;
   greedy: Judged | null;
   remarks: string[];
+  /** Of the curves: Reward or Loss. */
+  measure: string;
   runs: {
     run: RunItem;
     side: "a" | "b";
@@ -88,6 +90,8 @@ export interface Sweep extends Answer {
   most_steps: number | null;
   candidates: Candidate[];
   best: string | null;
+  /** Candidates that the best is not told apart from, in a sentence. */
+  rivals: string;
   heldout: { run_id: string | null; accuracy: Share | null; why: Foreign | null } | null;
 }
 

@@ -21,6 +21,7 @@ from starlette.routing import Route
 import toprope
 from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound, NotPossibleNow, TopropeError
 from toprope_server import BUNDLE
+from toprope_server.cli.wording import in_commands
 from toprope_server.dashboard.door import Door, Keys, user_of
 from toprope_server.dashboard.pulse import Pulse, lines_of
 
@@ -63,7 +64,7 @@ class Dashboard:
         from toprope_tools.page.source import PageSource
 
         self._workshop, self._keys, self._bundle, self._read_only = workshop, keys, bundle, read_only
-        self._source: PageSource = PageSource(workshop, owner=True, read_only=read_only)
+        self._source: PageSource = PageSource(workshop, owner=True, read_only=read_only, worded=in_commands)
         self._pulse = Pulse(workshop)
         self._shared: dict[tuple[str, int], tuple[float, asyncio.Task[bytes]]] = {}
 
@@ -143,7 +144,8 @@ class Dashboard:
                 return _error(403, "read_only", "This dashboard only shows.", "Start it without --read-only to act.")
             target = str(next(iter(request.path_params.values()), ""))
             self._shared.clear()
-            return _json(await act(self._workshop, name, target, await _body(request)))
+            done = await act(self._workshop, name, target, await _body(request))
+            return _json(done | {"said": in_commands(done["said"], request.path_params.get("run_id"))})
 
         return _answer_errors(answer)
 
@@ -179,7 +181,10 @@ def _answer_errors(answer: _Answering) -> _Answering:
                 ((http_status, error_code) for kind, http_status, error_code in _STATUS if isinstance(error, kind)),
                 (500, "failed"),
             )
-            return _error(status, code, error.message, error.hint)
+            message, hint = (
+                in_commands(text, request.path_params.get("run_id")) for text in (error.message, error.hint)
+            )
+            return _error(status, code, message, hint)
         except Exception:
             error_id = f"E-{secrets.token_hex(3)}"
             logger.exception("%s: %s", error_id, request.url.path)

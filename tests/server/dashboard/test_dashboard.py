@@ -195,6 +195,14 @@ def test_approval_is_used_once_and_bound_to_the_hash(page: DashboardProcess, hou
     assert page.get("/api/now")["waiting"] == []
 
 
+def test_next_steps_are_commands(page: DashboardProcess) -> None:
+    for path in ("/api/run/nothing", "/api/run/nothing/rollouts"):
+        status, _, body = page.ask("GET", path)
+        hint = json.loads(body)["error"]["hint"]
+        assert status == 404 and "`toprope runs`" in hint and "list_runs" not in hint
+    assert "resume_training" not in json.dumps(page.post("/api/run/nothing/resume", {}))
+
+
 def test_actions_are_in_the_trail_and_the_diary(page: DashboardProcess, house: House) -> None:
     note = {"run_ids": [house.ended.run_id], "hypothesis": "It <b>helps</b>.", "goal": "0.9"}
     status, done = page.post("/api/note", note)

@@ -9,8 +9,9 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from toprope_tools.page import now
+from toprope_tools.page import now, rollouts
 from toprope_tools.page.actions import act
+from toprope_tools.page.findings import as_written
 from toprope_tools.page.source import MOST_CHARACTERS, PageSource
 from toprope_tools.workshop import Workshop
 
@@ -20,7 +21,7 @@ from toprope.errors import InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.series import SeriesFollower
 from toprope.records.run.specification import SweepPlan
-from toprope.records.run.status import EventLog, Finding, Status
+from toprope.records.run.status import EventLog, Failure, Finding, Status
 from toprope.records.run.usage import Usage
 from toprope.records.sweep_journal import (
     Candidate,
@@ -69,6 +70,70 @@ def test_finding_is_a_span_from_its_first_step_to_its_end(house: House) -> None:
     assert first["observed"]["<b>"] == {"foreign": "<i>"} and first["source"] == "s" and first["next"] == "n"
     assert live["run"]["finding"] == {"rule": "collapse", "level": "critical"}
     assert [event["level"] for event in live["events"] if event["kind"] == "finding"][-1] == "over"
+
+
+def test_open_notes_are_findings_though_no_event_tells_them(house: House) -> None:
+    folder = start_run(house[0])
+    EventLog(folder).append("finding", rule="truncated", level="warning", step=3, what="Cut.", next="n")
+    notes = [Finding(rule="truncated", level="warning", what="Cut.", step=3)]
+    notes.append(Finding(rule="all_right", level="note", what="All right.", step=5, observed={"share": 0.9}))
+    become(folder, "training", findings=notes)
+    found = ask(house, what="run", run_id=folder.run_id)["live"]["findings"]
+    assert [(one["rule"], one["level"], one["from_step"], one["open"]) for one in found] == [
+        ("truncated", "warning", 3, True),
+        ("all_right", "note", 5, True),
+    ]
+
+
+def test_advice_fits_the_run_and_the_reader(house: House) -> None:
+    folder = start_run(house[0])
+    advice = "stop_training, then edit_config optimizer.learning_rate to 0.1, and start_training again"
+    finding = Finding(rule="learning_rate_low", level="warning", what="Slow.", step=1, next=advice)
+    failure = Failure(component="trainer", reason="x", hint="read_logs shows more.", kind="unknown")
+
+    def live(worded: Any = as_written) -> Any:
+        source = PageSource(house[0], owner=True, worded=worded)
+        answer = source.ask({"what": "run", "run_id": folder.run_id})
+        return json.loads(msgspec.json.encode(answer))["live"]
+
+    become(folder, "training", findings=[finding])
+    assert live()["findings"][0]["next"] == advice
+    become(folder, "failed", ended_at=9.0, failure=failure)
+    house[1].leave(folder.run_id)
+    assert live()["findings"][0]["next"] == advice.removeprefix("stop_training, then ")
+    shown = live(lambda text, run_id: f"{run_id}: {text.upper()}")
+    assert shown["findings"][0]["next"].startswith(f"{folder.run_id}: EDIT_CONFIG")
+    assert shown["failure"]["hint"] == f"{folder.run_id}: READ_LOGS SHOWS MORE." and shown["failure"]["kind"] == ""
+    others = [start_run(house[0]).run_id for _ in range(2)]
+    source = PageSource(house[0], owner=True, worded=lambda text, _: text.upper())
+    compared = msgspec.to_builtins(source.ask({"what": "compare", "a": others[:1], "b": others[1:]}))
+    assert "CHECK_STATUS" in compared["problem"]["hint"]
+
+
+def test_damaged_records_are_named(house: House) -> None:
+    folder = start_run(house[0])
+    folder.metrics.write_bytes(b'{"step": 1, "reward": 0.5}\n' + b"\xff\x00 no row\n" * 3)
+    finish(house, folder)
+    assert ask(house, what="run", run_id=folder.run_id)["live"]["damage"] == [
+        "3 lines of metrics.jsonl cannot be read; curves and counts of steps leave them out."
+    ]
+    folder.metrics.unlink()
+    folder.results.write_text("{")
+    [damage] = ask(house, what="run", run_id=folder.run_id)["live"]["damage"]
+    assert "results.json" in damage
+    folder.status.write_text("{broken")
+    [listed] = ask(house, what="runs")["runs"]
+    assert listed["title"] == folder.run_id and listed["detail"].startswith("Its status cannot be read")
+
+
+def test_stopped_run_shows_what_it_measured_before(house: House) -> None:
+    folder = start_run(house[0])
+    before = {"before": {"accuracy": 0.1, "tasks": 100, "split": "heldout"}}
+    for state, told in (("training", "measured again at the end"), ("stopped", "ended before its last evaluation")):
+        become(folder, state, evaluations=before, ended_at=9.0 if state == "stopped" else None)
+        verdict = ask(house, what="run", run_id=folder.run_id)["live"]["verdict"]
+        assert verdict["before"]["value"] == 0.1 and verdict["after"] is None
+        assert verdict["sentence"].startswith("held-out accuracy, 100 sealed tasks · ") and told in verdict["sentence"]
 
 
 def test_verdict_has_its_interval_first(house: House) -> None:
@@ -200,6 +265,7 @@ def test_sweep_shows_candidates_lineage_and_the_best(house: House) -> None:
     assert found["best"] == "c002" and [one["id"] for one in found["candidates"]] == ["c002", "c001"]
     assert found["candidates"][0]["parent"] == "c001" and found["candidates"][1]["survived"]
     assert found["heldout"]["accuracy"]["value"] == 0.8 and found["heldout"]["accuracy"]["low"] < 0.8
+    assert found["rivals"].startswith("Not told apart from c001: ")
     assert found["space"] == [{"field": "optimizer.learning_rate", "says": "0.001 to 0.1, on a logarithmic scale"}]
     assert found["run"]["spark"] == [0.5, 0.9]
     [listed] = ask(house, what="sweeps")["sweeps"]
@@ -214,9 +280,31 @@ def test_runs_that_cannot_be_compared_are_drawn_all_the_same(house: House) -> No
         folder.metrics.write_text('{"step": 1, "reward": 0.25}\n')
     found = ask(house, what="compare", a=[folders[0].run_id], b=[folders[1].run_id])
     assert "not ended" in found["problem"]["message"] and found["sampled"] is None
-    assert [one["series"]["reward"] for one in found["runs"]] == [[0.25], [0.25]]
+    assert [one["series"]["reward"] for one in found["runs"]] == [[0.25], [0.25]] and found["measure"] == "Reward"
     with pytest.raises(InvalidValue):
         ask(house, what="compare", a=[], b=[folders[0].run_id])
+
+
+def test_empty_answers_are_part_of_a_conversation() -> None:
+    said = [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "Go on."},
+    ]
+    shown = [(message.role.foreign, message.text.foreign) for message in rollouts._messages(said, 100)]
+    assert shown == [("assistant", ""), ("user", "Go on.")]
+
+
+def test_losses_are_drawn_beside_losses_alone(house: House) -> None:
+    run_ids = []
+    for kind in ("train", "sft", "sft"):
+        folder = start_run(house[0], kind=kind)
+        folder.metrics.write_text('{"step": 1, "reward": 0.25, "loss": 3.5}\n')
+        run_ids.append(folder.run_id)
+    mixed = ask(house, what="compare", a=run_ids[:1], b=run_ids[1:2])
+    assert mixed["measure"] == "Reward" and [one["series"] is None for one in mixed["runs"]] == [False, True]
+    losses = ask(house, what="compare", a=run_ids[1:2], b=run_ids[2:])
+    assert losses["measure"] == "Loss" and [one["series"]["reward"] for one in losses["runs"]] == [[3.5], [3.5]]
 
 
 def test_data_set_shows_its_lineage_and_none_of_its_items(house: House) -> None:

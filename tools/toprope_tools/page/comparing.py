@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from toprope.analysis.reports.headline import rivals_sentence
 from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
 from toprope.records.run.series import Followers
 from toprope.records.run.specification import Specification, SweepPlan
@@ -16,6 +17,7 @@ from toprope.records.sweep_journal import Standing, read_standing
 from toprope.text_format import clip, number, value
 from toprope.workbench.launch.seeds import expand
 from toprope_tools.answers.results import CompareAnswer
+from toprope_tools.page.findings import Worded, as_written
 from toprope_tools.page.items import Items
 from toprope_tools.page.run import share_of
 from toprope_tools.page.shapes import Answer, Foreign, RunItem, Value, foreign
@@ -38,7 +40,7 @@ class Problem(msgspec.Struct):
 
 
 class Overlaid(msgspec.Struct):
-    """One run of the overlay; `series` has x, and mean, low and high of the reward (sft: of the loss)."""
+    """One run of the overlay; `series` has x, and the mean (as `reward`), low and high of the measure."""
 
     run: RunItem
     side: str
@@ -46,7 +48,7 @@ class Overlaid(msgspec.Struct):
 
 
 class Compared(Answer, kw_only=True):
-    """Two sides. With a problem there is the overlay alone."""
+    """Two sides. With a problem there is the overlay alone. `measure` names what its curves show."""
 
     a: dict[str, Any]
     b: dict[str, Any]
@@ -56,6 +58,7 @@ class Compared(Answer, kw_only=True):
     sampled: dict[str, Any] | None
     greedy: dict[str, Any] | None
     remarks: list[str]
+    measure: str
     runs: list[Overlaid]
 
 
@@ -108,6 +111,7 @@ class Sweep(Answer, kw_only=True):
     most_steps: int | None
     candidates: list[CandidateItem]
     best: str | None
+    rivals: str
     heldout: dict[str, Any] | None
 
 
@@ -120,6 +124,7 @@ def compare(
     *,
     owner: bool,
     buckets: int,
+    worded: Worded = as_written,
 ) -> Compared:
     """Compare two sides of runs or seed groups; a side that cannot be compared is drawn all the same.
 
@@ -131,16 +136,15 @@ def compare(
     for side, ids in sides.items():
         if not 1 <= len(ids) <= _MOST_RUNS:
             raise InvalidValue(f"{side} names {len(ids)} runs.", hint=f"Name 1 to {_MOST_RUNS} on each side.")
-    overlay = [
-        _overlaid(workshop, items, followers, run_id, side, owner, buckets)
-        for side, ids in sides.items()
-        for run_id in ids
-    ]
+    shown = [(side, workshop.runs.status(run_id)) for side, ids in sides.items() for run_id in ids]
+    # A loss is no reward: beside runs that sample, fine-tuning has no curve.
+    measure = "reward" if any(status.run_kind.samples for _, status in shown) else "loss"
+    overlay = [_overlaid(workshop, items, followers, status, side, measure, owner, buckets) for side, status in shown]
     comparison, problem = None, None
     try:
         comparison = compared_sides(workshop, list(a), list(b)).data
     except TopropeError as error:
-        problem = Problem(clip(error.message, 1000), clip(error.hint, 400))
+        problem = Problem(clip(worded(error.message, None), 1000), clip(worded(error.hint, None), 400))
     answer = comparison if isinstance(comparison, CompareAnswer) else None
     fields = answer.model_dump(mode="json") if answer is not None else {}
     shown_sides = {
@@ -160,21 +164,29 @@ def compare(
         sampled=fields.get("sampled"),
         greedy=fields.get("greedy"),
         remarks=fields.get("remarks") or [],
+        measure=measure.capitalize(),
         runs=overlay,
     )
 
 
 def _overlaid(
-    workshop: Workshop, items: Items, followers: Followers, run_id: str, side: str, owner: bool, buckets: int
+    workshop: Workshop,
+    items: Items,
+    followers: Followers,
+    status: Status,
+    side: str,
+    measure: str,
+    owner: bool,
+    buckets: int,
 ) -> Overlaid:
-    status = workshop.runs.status(run_id)
-    if not status.run_kind.trains:
+    kind = status.run_kind
+    if not kind.trains or (measure == "reward" and not kind.samples):
         return Overlaid(items.item(status, spark=False), side, None)
-    follower = followers.of(workshop.runs.folder(run_id).metrics)
+    follower = followers.of(workshop.runs.folder(status.run_id).metrics)
     follower.read(_FOLLOW_S)
     until = None if owner or status.ended else int(items.numbers(status).get("step") or 0)
     piece = follower.piece(most=min(buckets, 200), until=until)
-    bands = None if piece is None else piece.columns.get("reward" if status.run_kind.samples else "loss")
+    bands = None if piece is None else piece.columns.get(measure)
     series = None
     if piece is not None and bands is not None:
         series = {"x": piece.x, "reward": bands.mean, "low": bands.low, "high": bands.high}
@@ -240,6 +252,7 @@ def sweep(workshop: Workshop, items: Items, run_id: str, *, most: int = _MOST_CA
             _candidate(standing, candidate_id, survived, live, items) for candidate_id in standing.ranked()[:most]
         ],
         best=None if best is None else best.candidate,
+        rivals=rivals_sentence(standing),
         heldout=heldout,
     )
 

@@ -83,8 +83,8 @@ class Items:
         return RunItem(
             run_id=status.run_id,
             kind=status.kind,
-            title=title if status.kind == "train" else f"{status.kind}: {title}",
-            detail=self._detail(status.run_id),
+            title=title if status.kind in ("train", "") else f"{status.kind}: {title}",
+            detail=self._detail(status.run_id) if status.kind else clip(status.reason, 80),
             environment=environment,
             state=status.state,
             live=not status.ended,

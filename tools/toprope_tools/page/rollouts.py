@@ -295,7 +295,7 @@ def _messages(words: str | list[dict[str, Any]], characters: int) -> list[Messag
     return [
         Message(foreign(message.get("role", ""), 20), foreign(said(message), characters, lines=True))
         for message in as_talk(words)
-        if said(message)
+        if said(message) or message.get("role") == "assistant"  # an empty answer is one
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from toprope.analysis.findings.diagnosis import told as told_by
@@ -12,7 +12,7 @@ from toprope.analysis.reports.headline import HELDOUT, accuracy_on, headline, me
 from toprope.analysis.statistics.accuracy_change import AccuracyChange
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder, read_json
-from toprope.records.run.series import Followers, Piece
+from toprope.records.run.series import Followers, Piece, SeriesFollower
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Event, Status
 from toprope.records.run.tested_models import read_models
@@ -22,8 +22,9 @@ from toprope.text_format import clip, duration, number, percent, plural, value
 from toprope.untrusted import named
 from toprope.workbench.history import values_of
 from toprope_tools.page import shapes
-from toprope_tools.page.items import LEVELS, Items
-from toprope_tools.page.shapes import Foreign, Share, Value, foreign
+from toprope_tools.page.findings import Worded, as_written, failure_of, findings_of
+from toprope_tools.page.items import Items
+from toprope_tools.page.shapes import Share, foreign, plain
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -74,13 +75,7 @@ def _setting(specification: Specification, name: str, setting: Any, usual: Any) 
         bounds += [f"≤ {lock['max']}"] if "max" in lock else []
         bounds_text = clip(" ".join(bounds), 60) if bounds else "fixed"
     reason = foreign(lock.get("reason", ""), 200) if isinstance(lock, dict) else None
-    return shapes.Setting(clip(name, 80), _plain(setting), _plain(usual), bounds_text, reason)
-
-
-def _plain(data: Any) -> Foreign | Value:
-    if data is None or isinstance(data, bool | int | float):
-        return data
-    return foreign(data if isinstance(data, str) else value(data), 200)
+    return shapes.Setting(clip(name, 80), plain(setting), plain(usual), bounds_text, reason)
 
 
 class RunLooks:
@@ -89,13 +84,22 @@ class RunLooks:
     Args:
         buckets: Most buckets of a series.
         owner: Show the newest numbers; otherwise those that check_status may tell.
+        worded: Words the next steps for the reader.
     """
 
     def __init__(
-        self, workshop: Workshop, items: Items, followers: Followers, *, owner: bool, buckets: int, may_act: bool
+        self,
+        workshop: Workshop,
+        items: Items,
+        followers: Followers,
+        *,
+        owner: bool,
+        buckets: int,
+        may_act: bool,
+        worded: Worded = as_written,
     ) -> None:
         self._workshop, self._items, self._followers = workshop, items, followers
-        self._owner, self._buckets, self._may_act = owner, buckets, may_act
+        self._owner, self._buckets, self._may_act, self._worded = owner, buckets, may_act, worded
 
     def look(self, run_id: str, after: str | None = None) -> shapes.RunLive:
         """The run now; events and series after a cursor.
@@ -116,7 +120,12 @@ class RunLooks:
             generation, rows_seen = piece.generation, piece.rows
         new = [event for event in events if event.seq > seq]
         shown_events = new if after is not None else new[-_EVENTS:]
-        results = _results(folder) if status.ended else None
+        damage = _damage_of(self._followers.of(folder.metrics)) if status.run_kind.trains else []
+        results = None
+        try:
+            results = _results(folder) if status.ended else None
+        except Corrupt as error:
+            damage.append(clip(str(error), 400))
         last_seq = events[-1].seq if events else 0
         return shapes.RunLive(
             cursor=f"{last_seq}.{generation}.{rows_seen}",
@@ -136,7 +145,7 @@ class RunLooks:
                 for event in events
                 if event.kind == "checkpoint" and isinstance(event.data.get("step"), int)
             ][-_EVENTS:],
-            findings=findings_of(events, status),
+            findings=findings_of(events, status, self._worded),
             crew=[
                 shapes.Member(
                     clip(name, 40),
@@ -149,7 +158,8 @@ class RunLooks:
                 for name, member in status.crew.items()
             ],
             account=_account(status),
-            failure=_failure(status),
+            failure=failure_of(status, self._worded),
+            damage=damage,
             may={
                 "stop": self._may_act and not status.ended,
                 "resume": self._may_act and self._owner and status.state in RESUMABLE,
@@ -187,54 +197,6 @@ def series_of(piece: Piece) -> shapes.Series:
     )
 
 
-def findings_of(events: Sequence[Event], status: Status) -> list[shapes.Span]:
-    """The findings of a run with the steps over which they held; open ones first, the gravest first."""
-    spans: list[shapes.Span] = []
-    open_now: dict[str, shapes.Span] = {}
-    for event in events:
-        if event.kind != "finding":
-            continue
-        data, rule = event.data, clip(str(event.data.get("rule", "")), 60)
-        step = data.get("step") if isinstance(data.get("step"), int) else None
-        if data.get("level") == "over":
-            if (span := open_now.pop(rule, None)) is not None:
-                span.to_step, span.open = step, False
-            continue
-        span = _span(rule, data, step)
-        if (earlier := open_now.get(rule)) is not None:
-            span.from_step = earlier.from_step
-            spans.remove(earlier)
-        open_now[rule] = span
-        spans.append(span)
-    present = {finding.rule for finding in status.findings}
-    for rule, span in open_now.items():
-        span.open = span.open and rule in present
-    return sorted(spans, key=_rank)
-
-
-def _rank(span: shapes.Span) -> tuple[bool, int]:
-    """Open findings first, the gravest first."""
-    return not span.open, LEVELS.index(span.level) if span.level in LEVELS else 9
-
-
-def _span(rule: str, data: Mapping[str, Any], step: int | None) -> shapes.Span:
-    observed = data.get("observed") if isinstance(data.get("observed"), dict) else {}
-    return shapes.Span(
-        rule=rule,
-        level=str(data.get("level", "note")),
-        what=clip(str(data.get("what", "")), 400),
-        observed={clip(str(name), 60): _plain(figure) for name, figure in (observed or {}).items()},
-        threshold=clip(str(data.get("threshold", "")), 300),
-        source=clip(str(data.get("source", "")), 300),
-        confidence=clip(str(data.get("confidence", "")), 10),
-        next=clip(str(data.get("next", "")), 400),
-        follows=clip(str(data["follows"]), 60) if data.get("follows") else None,
-        from_step=step,
-        to_step=None,
-        open=True,
-    )
-
-
 def _places(after: str | None) -> tuple[int, int, int]:
     if after is None:
         return 0, 0, 0
@@ -255,9 +217,10 @@ def share_of(summary: Mapping[str, Any], name: str = "accuracy") -> Share | None
 def _verdict(folder: RunFolder, status: Status, results: Mapping[str, Any] | None) -> shapes.Verdict | None:
     accuracy = headline(status)
     label = next((name for name in ("after", HELDOUT, "test") if name in status.evaluations), None)
+    summary_before = status.evaluations.get("before") or {}
     if accuracy is None or label is None:
-        return None
-    summary_before, summary_after = status.evaluations.get("before") or {}, status.evaluations[label]
+        return _start_alone(summary_before, status)
+    summary_after = status.evaluations[label]
     share_before = share_of(summary_before) if label == "after" else None
     share_after = share_of(summary_after)
     change = None
@@ -265,7 +228,7 @@ def _verdict(folder: RunFolder, status: Status, results: Mapping[str, Any] | Non
         stored = (results or {}).get("change")
         change = AccuracyChange.model_validate(stored) if stored else accuracy_change(folder, status)
     words = "" if change is None else change.phrase()
-    measure = f"held-out accuracy, {accuracy.tasks} sealed tasks" if accuracy.heldout else accuracy_on(accuracy.split)
+    measure = _measure(accuracy.split, accuracy.tasks)
     return shapes.Verdict(
         split=accuracy.split,
         before=share_before,
@@ -273,6 +236,19 @@ def _verdict(folder: RunFolder, status: Status, results: Mapping[str, Any] | Non
         greedy=share_of(summary_after, "greedy_accuracy"),
         sentence=" · ".join(filter(None, (measure, words))),
     )
+
+
+def _start_alone(summary: Mapping[str, Any], status: Status) -> shapes.Verdict | None:
+    """The accuracy before training, of a run without its last evaluation."""
+    share, split = share_of(summary), str(summary.get("split") or HELDOUT)
+    if share is None:
+        return None
+    sentence = "The run ended before its last evaluation" if status.ended else "it is measured again at the end"
+    return shapes.Verdict(split, share, None, None, f"{_measure(split, share.tasks)} · {sentence}")
+
+
+def _measure(split: str, tasks: int) -> str:
+    return f"held-out accuracy, {tasks} sealed tasks" if split == HELDOUT else accuracy_on(split)
 
 
 def _facts(
@@ -297,10 +273,17 @@ def _facts(
     )
 
 
+def _damage_of(follower: SeriesFollower) -> list[str]:
+    unreadable = follower.unreadable
+    if not unreadable:
+        return []
+    return [f"{plural(unreadable, 'line')} of metrics.jsonl cannot be read; curves and counts of steps leave them out."]
+
+
 def _results(folder: RunFolder) -> Mapping[str, Any] | None:
     try:
         results = read_json(folder.results)
-    except (NotFound, Corrupt):
+    except NotFound:
         return None
     return results if isinstance(results, dict) else None
 
@@ -366,19 +349,6 @@ def _account(status: Status) -> shapes.Account | None:
 
 def _counted(counts: Any) -> dict[str, int]:
     return {clip(str(name), 60): int(count) for name, count in (counts or {}).items()}
-
-
-def _failure(status: Status) -> shapes.Failed | None:
-    failure = status.failure
-    if failure is None:
-        return None
-    return shapes.Failed(
-        component=clip(failure.component, 40),
-        kind=clip(failure.kind, 40),
-        reason=foreign(failure.reason, 600),
-        hint=clip(failure.hint, 400),
-        excerpt=[foreign(line, 300) for line in failure.excerpt[-20:]],
-    )
 
 
 def _happened(event: Event) -> shapes.Happened:

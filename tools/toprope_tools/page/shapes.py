@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from toprope.text_format import value
 from toprope.untrusted import cleaned
 
 VERSION = 1
@@ -27,6 +28,13 @@ class Foreign(msgspec.Struct, frozen=True):
 def foreign(text: object, limit: int = 400, *, lines: bool = False) -> Foreign:
     """Mark text as foreign, at most `limit` characters of it, on one line unless `lines`."""
     return Foreign(cleaned(str(text), limit, lines=lines))
+
+
+def plain(data: Any) -> Foreign | Value:
+    """A value as it is if it is a number, a yes or no, or unknown; otherwise its text, as foreign."""
+    if data is None or isinstance(data, bool | int | float):
+        return data
+    return foreign(data if isinstance(data, str) else value(data), 200)
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -345,7 +353,8 @@ class Series(msgspec.Struct):
 
 
 class RunLive(msgspec.Struct):
-    """The part that changes while a run lives. Events and series are those after the reader's cursor."""
+    """The part that changes while a run lives. Events and series are those after the reader's cursor; `damage` names
+    records that cannot be read."""
 
     cursor: str
     run: RunItem
@@ -360,6 +369,7 @@ class RunLive(msgspec.Struct):
     crew: list[Member]
     account: Account | None
     failure: Failed | None
+    damage: list[str]
     may: dict[str, bool]
     events: list[Happened]
     events_before: int

@@ -19,6 +19,7 @@ from toprope.records.run.series import MOST_BUCKETS, Followers
 from toprope.records.run.specification import Specification
 from toprope.text_format import clip
 from toprope_tools.page import comparing, library, now, rollouts, shapes
+from toprope_tools.page.findings import Worded, as_written
 from toprope_tools.page.items import Items, Remembered
 from toprope_tools.page.run import RunLooks, fixed_part
 
@@ -53,10 +54,13 @@ class PageSource:
     Args:
         owner: The page is the owner's dashboard.
         read_only: The page changes nothing.
+        worded: Words next steps, which are calls of tools, for the page's reader.
     """
 
-    def __init__(self, workshop: Workshop, *, owner: bool, read_only: bool = False) -> None:
-        self.workshop, self.owner, self.read_only = workshop, owner, read_only
+    def __init__(
+        self, workshop: Workshop, *, owner: bool, read_only: bool = False, worded: Worded = as_written
+    ) -> None:
+        self.workshop, self.owner, self.read_only, self._worded = workshop, owner, read_only, worded
         self._remembered, self._followers = Remembered(), Followers()
         self._items = Items(workshop, owner=owner, remembered=self._remembered)
 
@@ -116,6 +120,7 @@ class PageSource:
                 _names(question, "b"),
                 owner=self.owner,
                 buckets=size.buckets,
+                worded=self._worded,
             ),
             "sweep": lambda: comparing.sweep(self.workshop, self._items, _run_id(question), most=size.candidates),
             "log": lambda: rollouts.log(
@@ -151,6 +156,7 @@ class PageSource:
             owner=self.owner,
             buckets=size.buckets,
             may_act=not self.read_only,
+            worded=self._worded,
         )
         try:
             live = looks.look(run_id, after)

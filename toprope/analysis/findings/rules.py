@@ -19,6 +19,7 @@ Grade = Literal["note", "warning", "critical"]
 CHOSEN = "chosen by us, not measured"
 MEASURED = "measured on recorded CPU runs of Toprope (make bench-findings)"
 """Source of thresholds that no publication gives."""
+_STOP_FIRST = "stop_training, then "
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,12 @@ def share(value: float | None) -> str:
 
 def edit(changes: str) -> str:
     """Word the next action of most rules: stop, change fields, start again."""
-    return f"stop_training, then edit_config {changes}, and start_training again"
+    return f"{_STOP_FIRST}edit_config {changes}, and start_training again"
+
+
+def after_end(next_action: str) -> str:
+    """Return the next action of a finding without the stop, for a run that has ended."""
+    return next_action.removeprefix(_STOP_FIRST)
 
 
 def said(changes: Mapping[str, Any]) -> str:
