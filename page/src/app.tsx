@@ -73,7 +73,7 @@ function useRunSteps(route: Route): (by: number) => void {
     const runs = latest.current.answer?.runs ?? [];
     const at = runs.findIndex((run) => run.run_id === latest.current.route.path[1]);
     const next = runs[at < 0 ? 0 : Math.min(Math.max(at + by, 0), runs.length - 1)];
-    if (next) go(runLink(next));
+    if (next) go(runLink(next, latest.current.route.at));
   });
   return step;
 }

@@ -110,7 +110,7 @@ function Listed({ title, runs, route, at }: { title: string; runs: RunItem[]; ro
       {runs.map((run) => (
         <a
           key={run.run_id}
-          href={`${runLink(run)}${route.at.find ? `?find=${encodeURIComponent(route.at.find)}` : ""}`}
+          href={runLink(run, route.at)}
           aria-current={route.path[1] === run.run_id ? "page" : undefined}
           title={plain(run.run_id)}
         >

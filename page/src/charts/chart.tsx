@@ -178,7 +178,8 @@ function options(props: { current: Props }, reading: { current: HTMLOutputElemen
         stroke: palette.of(line.colour),
         width: small ? 1.25 : 1.75,
         fill: line.stacked ? palette.soft(line.colour, 0.9) : undefined,
-        points: { show: model.x.length < 30, size: 4 },
+        // A value alone has no line.
+        points: { show: (u: uPlot, i: number) => u.data[0].length < 30 || (u.data[i] as unknown[]).filter((value) => value != null).length < 2, size: 4 },
         spanGaps: true,
       })),
     ],

@@ -1,13 +1,14 @@
 // The screen before an answer arrives and without one; actions and their outcomes.
 import type { ComponentChildren } from "preact";
-import { useState } from "preact/hooks";
-import { type Asked, refusalOf, theSource, told } from "../live.ts";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { type Asked, refusalOf, theSource, told, useLost } from "../live.ts";
 import type { Action, Done, Refusal } from "../sources/source.ts";
 import { Card } from "./parts.tsx";
 import { Paragraph, Text } from "./text.tsx";
 
+/** While the connection is lost, `Away` says so for all. */
 export function Refused({ refusal, again }: { refusal: Refusal; again?: () => void }) {
-  return (
+  return useLost() ? null : (
     <Card class="alert" title={<Text>{refusal.message}</Text>}>
       {refusal.hint && <Paragraph>{refusal.hint}</Paragraph>}
       {again && (
@@ -69,8 +70,13 @@ export function useAction(): Acting {
 }
 
 export function Outcome({ of }: { of: Acting }) {
+  const place = useRef<HTMLDivElement>(null);
+  // A button that is disabled while it works loses the focus.
+  useEffect(() => {
+    if (of.outcome && document.activeElement === document.body) place.current!.focus({ preventScroll: true });
+  }, [of.outcome]);
   return (
-    <div role="status" class="outcome">
+    <div role="status" class="outcome" ref={place} tabIndex={-1}>
       {of.outcome && <Paragraph class={`told ${of.outcome.bad ? "bad" : ""}`}>{of.outcome.words}</Paragraph>}
     </div>
   );

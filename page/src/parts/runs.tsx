@@ -2,7 +2,7 @@
 import { count, duration, percent } from "../format.ts";
 import type { RunItem, State } from "../contract/common.ts";
 import { Spark } from "../charts/spark.tsx";
-import { link } from "../router.ts";
+import { link, type Route } from "../router.ts";
 import { Bar, Pill, type Tone } from "./parts.tsx";
 import { Paragraph, Text } from "./text.tsx";
 
@@ -12,9 +12,9 @@ export function StateOf({ run }: { run: Pick<RunItem, "state" | "live"> }) {
   return <Pill tone={TONES[run.state] ?? (run.live ? "good" : "")}>{run.state}</Pill>;
 }
 
-/** The screen of a run; a sweep has one of its own. */
-export function runLink(run: Pick<RunItem, "run_id" | "kind">): string {
-  return link([run.kind === "sweep" ? "sweep" : "run", run.run_id]);
+/** The screen of a run; a sweep has one of its own. What was searched for stays. */
+export function runLink(run: Pick<RunItem, "run_id" | "kind">, at: Route["at"] = {}): string {
+  return link([run.kind === "sweep" ? "sweep" : "run", run.run_id], { find: at.find, runs: at.runs });
 }
 
 export function dotOf(run: RunItem): string {

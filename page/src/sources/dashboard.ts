@@ -6,7 +6,14 @@ const TOKEN = "toprope.token";
 const TAB_ANSWERS_MS = 400;
 const LONGEST_PAUSE_S = 30;
 const OLD_MS = 60_000;
-const STARTED_AGAIN = ["This address was used, or the dashboard was started again.", "Run 'toprope dashboard' and open the address that it prints."] as const;
+const ANSWER_WITHIN_MS = 30_000;
+/** Starting or stopping a run may wait for a cluster. */
+const ACT_WITHIN_MS = 120_000;
+/** The server sends a sign of life every 15 seconds. */
+const SILENT_MS = 40_000;
+const RUN_IT = "Run 'toprope dashboard' and open the address that it prints.";
+const STARTED_AGAIN = ["This address was used, or the dashboard was started again.", RUN_IT] as const;
+const AWAY = ["The dashboard does not answer; the page asks again by itself.", `If it was ended: ${RUN_IT}`] as const;
 
 /** Exchange the key of the address, or take the token of this tab or another one.
  *
@@ -18,7 +25,7 @@ export async function enter(key: string | null): Promise<Dashboard> {
     sessionStorage.setItem(TOKEN, JSON.stringify([token, read_only]));
   }
   const kept = sessionStorage.getItem(TOKEN) ?? (await tokenOfAnother(tabs));
-  if (!kept) throw new Refusal("This page was opened without a key.", "Run 'toprope dashboard' and open the address that it prints.", "no_token");
+  if (!kept) throw new Refusal("This page was opened without a key.", RUN_IT, "no_token");
   sessionStorage.setItem(TOKEN, kept);
   tabs.onmessage = ({ data }) => data === "" && tabs.postMessage(sessionStorage.getItem(TOKEN));
   const [token, readOnly] = JSON.parse(kept) as [string, boolean];
@@ -36,12 +43,13 @@ function tokenOfAnother(tabs: BroadcastChannel): Promise<string | null> {
 
 async function send(method: string, path: string, token: string, body?: unknown): Promise<unknown> {
   let response: Response;
+  let text: string;
   try {
-    response = await fetch(path, request(method, token, body));
+    response = await fetch(path, request(method, token, body, AbortSignal.timeout(method === "GET" ? ANSWER_WITHIN_MS : ACT_WITHIN_MS)));
+    text = await response.text();
   } catch {
-    throw new Refusal("The dashboard does not answer.", "Is 'toprope dashboard' still running? The page asks again by itself.", "away");
+    throw new Refusal(...AWAY, "away");
   }
-  const text = await response.text();
   let answer: { error?: { code?: string; message?: string; hint?: string } } = {};
   try {
     answer = JSON.parse(text);
@@ -57,11 +65,11 @@ async function send(method: string, path: string, token: string, body?: unknown)
   throw new Refusal(message, hint, code);
 }
 
-function request(method: string, token: string, body: unknown): RequestInit {
+function request(method: string, token: string, body: unknown, signal: AbortSignal): RequestInit {
   const headers: Record<string, string> = {};
   if (token) headers.Authorization = `Bearer ${token}`;
   if (method === "POST") Object.assign(headers, { "Content-Type": "application/json", "X-Toprope": "1" });
-  return { method, headers, body: body === undefined ? null : JSON.stringify(body), cache: "no-store" };
+  return { method, headers, body: body === undefined ? null : JSON.stringify(body), cache: "no-store", signal };
 }
 
 /** The address of a question. */
@@ -122,11 +130,18 @@ export class Dashboard implements Source {
     // What a page says of ages grows old while nothing changes.
     setInterval(() => changed({ all: true }), OLD_MS);
     for (;;) {
+      const silence = new AbortController();
+      let timer = 0;
+      const heard = () => {
+        clearTimeout(timer);
+        timer = setTimeout(() => silence.abort(), SILENT_MS) as unknown as number;
+      };
+      heard();
       try {
-        const response = await fetch(`/api/events${after ? `?after=${after}` : ""}`, request("GET", this.token, undefined));
+        const response = await fetch(`/api/events${after ? `?after=${after}` : ""}`, request("GET", this.token, undefined, silence.signal));
         if (response.status === 401) return lost(STARTED_AGAIN.join(" "));
         if (!response.ok || !response.body) throw new Error();
-        for await (const message of messagesOf(response.body)) {
+        for await (const message of messagesOf(response.body, heard)) {
           if (message.event === "hello") {
             lost("");
             // What happened while the stream was away may be older than what it can still tell.
@@ -141,7 +156,8 @@ export class Dashboard implements Source {
       } catch {
         // said below
       }
-      lost("The dashboard does not answer; the page tries again by itself.");
+      clearTimeout(timer);
+      lost(AWAY.join(" "));
       pause = Math.min(pause * 2 || 1, LONGEST_PAUSE_S);
       await new Promise((resolve) => setTimeout(resolve, pause * 1000));
     }
@@ -155,12 +171,13 @@ interface StreamMessage {
 }
 
 /** The messages of an event stream (HTML standard, section 9.2). */
-async function* messagesOf(body: ReadableStream<Uint8Array>): AsyncGenerator<StreamMessage> {
+async function* messagesOf(body: ReadableStream<Uint8Array>, heard: () => void): AsyncGenerator<StreamMessage> {
   const reader = body.pipeThrough(new TextDecoderStream() as ReadableWritablePair<string, Uint8Array>).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
+    heard();
     rest += value;
     const blocks = rest.split(/\r?\n\r?\n/);
     rest = blocks.pop() ?? "";
