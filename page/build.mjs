@@ -42,7 +42,7 @@ async function page(place) {
   // `h` in place of the automatic runtime, and a second minifier: three kilobytes of sixty.
   const jsx = { jsx: "transform", jsxFactory: "h", jsxFragment: "Fragment", inject: ["src/jsx.ts"], tsconfigRaw: {} };
   const text = await bundle("src/main.tsx", { define, format: "esm", target: "es2022", ...jsx });
-  const { code } = await minify(text, { module: true, ecma: 2022, compress: { passes: 2 }, format: { comments: false } });
+  const { code } = await minify(text, { module: true, ecma: 2022, compress: { passes: 2, keep_fargs: false, lhs_constants: false, booleans: false }, format: { comments: false } });
   return code;
 }
 

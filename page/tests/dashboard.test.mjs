@@ -90,6 +90,76 @@ test("a link leads to every state: order, group, curve, part, table", async () =
   await page.waitForFunction(() => [...document.querySelectorAll("button")].some((node) => node.innerText === "Show all steps"));
 });
 
+/** A tab whose answers pass through `change`, by the beginning of their paths. */
+async function changed(prefix, change, where, expected = []) {
+  const other = await tab(chrome.browser, { origins: [origin], expected });
+  await other.page.evaluateOnNewDocument(
+    (begins, source) => {
+      const ask = globalThis.fetch;
+      globalThis.fetch = async (path, ...rest) => {
+        const response = await ask(path, ...rest);
+        if (!String(path).startsWith(begins)) return response;
+        const answer = await response.json();
+        (0, eval)(source)(answer);
+        return new Response(JSON.stringify(answer));
+      };
+    },
+    prefix,
+    `(${change})`,
+  );
+  await other.page.evaluateOnNewDocument(() => {
+    const arc = Path2D.prototype.arc;
+    globalThis.dots = 0;
+    Path2D.prototype.arc = function (...place) {
+      globalThis.dots += 1;
+      return arc.apply(this, place);
+    };
+  });
+  await other.page.goto(`${origin}/#key=${await freshKey()}&${where}`);
+  return other.page;
+}
+
+test("damaged records are told, a value alone is a dot, and nothing is praised without a step", async () => {
+  const other = await changed(
+    `/api/run/${ids.good}`,
+    ({ live }) => {
+      if (!live) return;
+      Object.assign(live, { damage: ["7 lines are damaged."], findings: [] });
+      live.facts.steps = 0;
+      live.account = { ...live.account, begun: 20, posted: 12, unanswered: 1, given_up: { timeout: 2 } };
+      const { entropy } = live.series.columns;
+      for (const kind of ["mean", "low", "high"]) entropy[kind] = entropy[kind].map((value, i) => (i ? null : value));
+    },
+    `/run/${ids.good}`,
+  );
+  await settled(other, "7 lines are damaged.");
+  await other.waitForFunction(() => globalThis.dots > 0);
+  const text = await textOf(other);
+  assert.ok(!text.includes("Nothing found") && text.includes("2 timeout (given up) + 5 in progress"), text);
+  await other.close();
+});
+
+test("an empty home tells how to begin, and names no command that is none", async () => {
+  const begin = await changed("/api/now", (now) => Object.assign(now, { live: [], last_end: null, counts: { runs: 0, live: 0, sweeps: 0 } }), "/now");
+  await settled(begin, "'toprope clients'");
+  await begin.close();
+  const sweeps = await changed("/api/sweeps", (answer) => Object.assign(answer, { sweeps: [] }), "/sweeps");
+  await settled(sweeps, "No sweep yet.");
+  assert.ok(!(await textOf(sweeps)).includes("toprope sweep"));
+  await sweeps.close();
+});
+
+test("a sweep says of which measurement each number is", async () => {
+  await visit(page, `#/sweep/${ids.sweep}`, "validation score, biased upwards");
+  await settled(page, "held-out, 95 % interval");
+});
+
+test("without a verdict no costs are given", async () => {
+  await visit(page, `#/compare?a=${ids.good}&b=${ids.good}`, "No paired verdict");
+  const text = await textOf(page);
+  assert.ok(!text.includes("Cost of side") && !text.includes("Not measured."), text);
+});
+
 test("every chart has a table with a row for each of its points", async () => {
   await visit(page, `#/run/${ids.good}`, "Settings and rope");
   const charts = (await page.$$("figure.chart")).length;
@@ -111,6 +181,10 @@ test("keys: screens, runs, search, help, points of a chart", async () => {
   await page.waitForFunction((old) => location.hash !== old, {}, first);
   await page.keyboard.press("k");
   await page.waitForFunction((old) => location.hash === old, {}, first);
+  await visit(page, `#/run/${ids.good}?find=spell`, "Settings and rope");
+  await page.waitForFunction(() => document.querySelectorAll(".runs section a").length > 1);
+  await page.keyboard.press("j");
+  await page.waitForFunction((old) => !location.hash.includes(old) && location.hash.endsWith("find=spell"), {}, ids.good);
   await page.keyboard.press("/");
   assert.equal(await page.evaluate(() => document.activeElement.id), "find");
   await page.keyboard.press("Escape");
@@ -179,8 +253,10 @@ test("the owner allows one start and refuses another", async () => {
 
 test("the owner stops a run in two clicks, and resumes it", async () => {
   await visit(page, `#/run/${ids.live}`, "Settings and rope");
-  await click("Stop");
-  await click("Click again to stop");
+  await page.focus("button.danger");
+  await page.keyboard.press("Enter");
+  await page.keyboard.press("Enter");
+  await page.waitForFunction(() => document.activeElement.matches(".outcome") && document.activeElement.innerText, { timeout: 30_000 });
   await page.waitForFunction(() => document.querySelector("h1 .pill").innerText === "stopped", { timeout: 60_000 });
   await click("Resume");
   await page.waitForFunction(() => document.querySelector("main").innerText.includes("attempt 2"), { timeout: 60_000 });
@@ -228,6 +304,23 @@ test("a tab that the dashboard does not know any more is told what to do", async
   await other.page.goto(`${origin}/#key=${await freshKey()}`);
   await settled(other.page, "the dashboard was started again");
   assert.match(await textOf(other.page, ".told"), /Run 'toprope dashboard'/);
+  await other.page.close();
+});
+
+test("a dashboard that is silent is told as one that does not answer", async () => {
+  const other = await tab(chrome.browser, { origins: [origin] });
+  await other.page.evaluateOnNewDocument(() => {
+    const [ask, later, within] = [globalThis.fetch, globalThis.setTimeout, AbortSignal.timeout];
+    globalThis.setTimeout = (work, ms, ...rest) => later(work, ms === 40_000 ? 50 : ms, ...rest);
+    AbortSignal.timeout = () => within.call(AbortSignal, 50);
+    globalThis.fetch = (where, options) => {
+      if (String(where).includes("/api/enter")) return ask(where, options);
+      return new Promise((_, reject) => options.signal.addEventListener("abort", () => reject(options.signal.reason)));
+    };
+  });
+  await other.page.goto(`${origin}/#key=${await freshKey()}`);
+  await other.page.waitForSelector(".told.bad");
+  assert.match(await textOf(other.page), /^The dashboard does not answer; .* If it was ended: Run 'toprope dashboard'.*$/, "said once");
   await other.page.close();
 });
 

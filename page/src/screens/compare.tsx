@@ -36,7 +36,7 @@ export function CompareScreen() {
 /** The chosen runs of both sides; choosing changes the address. */
 function Sides({ a, b }: { a: string[]; b: string[] }) {
   const { answer } = useRuns(useRoute());
-  const listed = (answer?.runs ?? []).filter((run) => run.kind === "train" || run.kind === "sft");
+  const listed = (answer?.runs ?? []).filter((run) => ["train", "sft", "test"].includes(run.kind));
   const side = (name: "a" | "b", chosen: string[]) => (
     <Card title={name === "a" ? "Side a" : "Side b"}>
       <ul class="list">
@@ -97,7 +97,7 @@ function Compared({ of }: { of: Comparison }) {
       {of.sampled && <Verdict of={of.sampled} title="Sampled answers" all={of} />}
       {of.greedy && <Verdict of={of.greedy} title="Greedy answers" all={of} />}
       {curves.length > 0 && (
-        <Card title="Reward over steps">
+        <Card title={`${of.measure} over steps`}>
           <ul class="keys">
             {curves.map((curve) => (
               <li>
@@ -105,7 +105,7 @@ function Compared({ of }: { of: Comparison }) {
               </li>
             ))}
           </ul>
-          <Overlay title="Reward over steps" curves={curves} height={270} />
+          <Overlay title={`${of.measure} over steps`} curves={curves} height={270} />
         </Card>
       )}
       <Card title="Runs" note="accuracy with 95 % intervals; hollow: before">
@@ -122,10 +122,12 @@ function Compared({ of }: { of: Comparison }) {
           <Paragraph class="quiet small">{remark}</Paragraph>
         ))}
       </Card>
-      <div class="pair">
-        <Cost side={of.a} name="Side a" />
-        <Cost side={of.b} name="Side b" />
-      </div>
+      {!of.problem && (
+        <div class="pair">
+          <Cost side={of.a} name="a" />
+          <Cost side={of.b} name="b" />
+        </div>
+      )}
     </>
   );
 }
@@ -175,7 +177,7 @@ function Verdict({ of, title, all }: { of: Judged; title: string; all: Compariso
 function Cost({ side, name }: { side: Side; name: string }) {
   const known = Object.entries(side.cost ?? {}).filter((one): one is [string, number] => typeof one[1] === "number" && one[1] > 0);
   return (
-    <Card title={`Cost of ${name.toLowerCase()}`}>
+    <Card title={`Cost of side ${name}`}>
       {known.length === 0 && <Nothing>Not measured.</Nothing>}
       <Figures
         of={known.map(([quantity, value]) => [

@@ -68,7 +68,7 @@ function Resting({ now }: { now: NowAnswer }) {
     <Card class="resting">
       <p class="strong">Nothing is running.</p>
       <p class="quiet">
-        {now.last_end ? `The last run ended ${ago(now.last_end, now.at)}. ` : "No run has ended yet. "}
+        {now.last_end ? `The last run ended ${ago(now.last_end, now.at)}. ` : now.counts.runs ? "No run has ended yet. " : "No run yet: 'toprope clients' tells how to connect an agent."}
         {runs > 0 && `${plural(runs, "run")} today${used.length ? `, ${used.join(", ")}` : ""}.`}
       </p>
     </Card>

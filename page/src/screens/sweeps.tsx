@@ -20,7 +20,7 @@ export function SweepsScreen() {
       <Answered of={asked}>
         {(answer) =>
           answer.sweeps.length === 0 ? (
-            <Nothing>No sweep yet. The agent starts one with start_sweep; 'toprope sweep' does it by hand.</Nothing>
+            <Nothing>No sweep yet. The agent starts one with start_sweep.</Nothing>
           ) : (
             <Card>
               <ul class="list">
@@ -77,11 +77,17 @@ function Shown({ sweep }: { sweep: Sweep }) {
             <span class="accent">{best?.score != null ? (best.score === best.accuracy ? percent : number)(best.score) : "no candidate measured"}</span>
           </p>
           <p class="quiet small">
-            {best ? `${best.id}, ${valuesOf(best)}` : "Candidates are measured on validation tasks."}
+            {best ? `${best.score != null ? "validation score, biased upwards: " : ""}${best.id}, ${valuesOf(best)}` : "Candidates are measured on validation tasks."}
           </p>
+          {sweep.rivals && <p class="quiet small">{sweep.rivals}</p>}
           {run.live && <Progress run={run} />}
         </div>
-        {sweep.heldout?.accuracy && <Interval after={sweep.heldout.accuracy} axis />}
+        {sweep.heldout?.accuracy && (
+          <div>
+            <p class="quiet small">held-out, 95 % interval</p>
+            <Interval after={sweep.heldout.accuracy} axis />
+          </div>
+        )}
         <Figures
           of={[
             ["epochs", `${count(sweep.epochs_completed)} of ${count(sweep.epochs)}`],

@@ -13,6 +13,7 @@ const TONES: Record<Finding["level"], Tone> = { note: "", warning: "warn", criti
 export function Findings({ live }: { live: RunLive }) {
   const { findings } = live;
   const open = findings.filter((finding) => finding.open).length;
+  if (!findings.length && !live.facts.steps) return null;
   return (
     <Card title="Findings" note={findings.length > 0 && `${open} open of ${findings.length}`}>
       {findings.length === 0 && (
@@ -155,10 +156,12 @@ export function CrewCard({ live, runId, now }: { live: RunLive; runId: string; n
 /** The account of groups: what was begun and where it went. */
 function Balance({ of }: { of: Account }) {
   const reasons = (counts: Record<string, number>) => Object.entries(counts).map(([name, n]) => `${rough(n)} ${name.replaceAll("_", " ")}`);
+  const open = Object.values(of.given_up).reduce((rest, n) => rest - n, of.begun! - of.posted! - of.unanswered!);
   const begun = [
     of.posted != null && `${rough(of.posted)} posted`,
     of.unanswered ? `${rough(of.unanswered)} unanswered` : null,
     ...reasons(of.given_up).map((one) => `${one} (given up)`),
+    open > 0 && `${rough(open)} in progress`,
   ].filter(Boolean);
   const accepted = [
     of.committed != null && `${rough(of.committed)} trained`,

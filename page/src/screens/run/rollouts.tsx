@@ -151,7 +151,7 @@ function Conversation({ runId, group }: { runId: string; group: number }) {
                           <Text>{message.role.foreign}</Text>
                         </span>
                         <pre>
-                          <Text>{message.text.foreign}</Text>
+                          {message.text.foreign ? <Text>{message.text.foreign}</Text> : <em>nothing</em>}
                         </pre>
                       </li>
                     ))}

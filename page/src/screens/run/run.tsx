@@ -40,6 +40,9 @@ function Shown({ run, live }: { run: Followed; live: RunLive }) {
     <>
       <Head run={run} live={live} />
       {live.failure && <FailureCard failure={live.failure} runId={run.runId} />}
+      {live.damage.map((one) => (
+        <Card class="alert" title={<Text>{one}</Text>} />
+      ))}
       <Verdict live={live} />
       {!compact && live.models.length > 0 && <Models live={live} />}
       <div class="columns">
