@@ -115,7 +115,7 @@ def test_damaged_records_are_named(house: House) -> None:
     folder.metrics.write_bytes(b'{"step": 1, "reward": 0.5}\n' + b"\xff\x00 no row\n" * 3)
     finish(house, folder)
     assert ask(house, what="run", run_id=folder.run_id)["live"]["damage"] == [
-        "3 lines of metrics.jsonl cannot be read; curves and counts of steps leave them out."
+        "Curves and counts of steps lack 3 lines of metrics.jsonl, which cannot be read."
     ]
     folder.metrics.unlink()
     folder.results.write_text("{")

@@ -125,7 +125,7 @@ class RunLooks:
         try:
             results = _results(folder) if status.ended else None
         except Corrupt as error:
-            damage.append(clip(str(error), 400))
+            damage.append(clip(self._worded(str(error), run_id), 400))
         last_seq = events[-1].seq if events else 0
         return shapes.RunLive(
             cursor=f"{last_seq}.{generation}.{rows_seen}",
@@ -277,7 +277,7 @@ def _damage_of(follower: SeriesFollower) -> list[str]:
     unreadable = follower.unreadable
     if not unreadable:
         return []
-    return [f"{plural(unreadable, 'line')} of metrics.jsonl cannot be read; curves and counts of steps leave them out."]
+    return [f"Curves and counts of steps lack {plural(unreadable, 'line')} of metrics.jsonl, which cannot be read."]
 
 
 def _results(folder: RunFolder) -> Mapping[str, Any] | None:
