@@ -46,6 +46,8 @@ class Walls:
     """`EnvironmentRights` by name, with absolute paths."""
     agents: tuple[str, ...] = ()
     """Folders of files that agents wrote. Agents choose the names in them, so such code has no rights by its name."""
+    variables: tuple[str, ...] = ()
+    """Names of the variables that the owner's settings have for environments; such code does not get them."""
 
     def wrote_agent(self, file: str) -> bool:
         """True if an agent wrote a file."""
@@ -75,6 +77,7 @@ class Walls:
             homes=str(home.worker_homes),
             rights={name: _absolute(rights, home) for name, rights in settings.environment.items()},
             agents=(str(home.agent_environments),),
+            variables=tuple(settings.variables.get("environment", {})),
         )
 
     def encode(self) -> str:
@@ -88,8 +91,9 @@ class Walls:
         if not encoded:
             return cls()
         data = json.loads(encoded)
-        agents = tuple(data.get("agents", ()))  # a keeper of an earlier version names none
-        return cls(data["required"], tuple(data["closed"]), data["homes"], data["rights"], agents)
+        # a keeper of an earlier version names none of the last two
+        agents, names = tuple(data.get("agents", ())), tuple(data.get("variables", ()))
+        return cls(data["required"], tuple(data["closed"]), data["homes"], data["rights"], agents, names)
 
 
 def _absolute(rights: EnvironmentRights, home: Home) -> dict[str, Any]:

@@ -296,7 +296,8 @@ def test_environments_of_different_names_share_no_home() -> None:
 def test_code_of_an_agent_takes_over_no_rights_and_no_home(tmp_path: Path) -> None:
     written, own = tmp_path / "environments", tmp_path / "own"
     (tmp_path / "link").symlink_to(written)
-    walls = Walls(homes="/homes", rights={"old": {"trust": True, "reads": ["/corpus"]}}, agents=(str(written),))
+    rights = {"old": {"trust": True, "reads": ["/corpus"]}}
+    walls = Walls(homes="/homes", rights=rights, agents=(str(written),), variables=("A_KEY",))
     walls = Walls.from_variables({ENV_WALLS: walls.encode()})
     reward = RewardSource(name="r", file=str(written / "x.py"), attribute="r")
     for source in (
@@ -305,9 +306,9 @@ def test_code_of_an_agent_takes_over_no_rights_and_no_home(tmp_path: Path) -> No
         EnvironmentSource(name="old", file=str(own / "x.py"), rewards=[reward]),
     ):
         wall = environment_wall(walls, source)
-        assert not wall.trusted and not wall.reads and wall.home == "/homes/old@agent"
+        assert not wall.trusted and not wall.reads and wall.home == "/homes/old@agent" and wall.withheld == ("A_KEY",)
     wall = environment_wall(walls, EnvironmentSource(name="old", file=str(own / "x.py")))
-    assert wall.trusted and wall.reads == ("/corpus",) and wall.home == "/homes/old"
+    assert wall.trusted and wall.reads == ("/corpus",) and wall.home == "/homes/old" and not wall.withheld
 
 
 def test_product_starts_no_worker_without_a_wall() -> None:

@@ -108,6 +108,17 @@ def test_saved_environment_gets_no_rights_by_its_name(shop):
     assert not wall.trusted and wall.home == str(shop.home.worker_homes / "twice@agent")
 
 
+def test_saved_environment_gets_no_variables_of_the_owner(shop):
+    shop.home.settings_file.write_text("saves: allow\nvariables: {environment: {BRAVE_API_KEY: sesame}}\n")
+    shows = CODE.replace("Twice {number}?", "{os.environ.get('BRAVE_API_KEY', 'none')[::-1]}: twice {number}?")
+    do(save_environment, shop, name="twice", code=f"import os\n{shows}")
+    assert "enon: twice 0?" in do(describe_environment, shop, name="twice").text
+    path = shop.home.configuration / "environments" / "thrice.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"import os\n{shows.replace('Twice', 'Thrice')}")
+    assert "emases: twice 0?" in do(describe_environment, shop, name="thrice").text
+
+
 def test_saved_files_are_no_strategies(shop):
     folders = shop.home.strategy_folders(shop.settings())
     assert shop.home.agent_environments not in folders

@@ -63,6 +63,7 @@ class Enclosure:
         Raises:
             WorkerDied: The wall cannot be built as it is required, or the disk has no room.
         """
+        variables = {name: value for name, value in variables.items() if name not in wall.withheld}
         python = _absolute(command[0], variables)
         folder, home = _folders(wall)
         scratch, enclosure = folder.path if folder else "", None

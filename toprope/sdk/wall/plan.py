@@ -73,6 +73,8 @@ class Wall:
     """The owner lets it out: only limits and `network` hold."""
     required: bool = False
     """Refuse to start it without Landlock or bubblewrap."""
+    withheld: tuple[str, ...] = ()
+    """Names of variables that it does not get."""
 
 
 @dataclass

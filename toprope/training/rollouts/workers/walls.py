@@ -19,7 +19,8 @@ def environment_wall(
     network: Network = "allow",
     memory_mb: int = 0,
 ) -> Wall:
-    """The wall around an environment. If an agent wrote any of its code, it has no rights and a HOME of its own.
+    """The wall around an environment. If an agent wrote any of its code, it has no rights, none of the owner's
+    variables for environments, and a HOME of its own.
 
     Args:
         walls: The owner's decisions.
@@ -27,9 +28,8 @@ def environment_wall(
         network: Its network.
         memory_mb: Memory that one process may allocate in MB; 0: no limit.
     """
-    code = [*([source.file] if source.file else []), *(reward.file for reward in source.rewards)]
-    data = tuple(data_paths(source.target, walls.closed))
-    of_agent = any(walls.wrote_agent(file) for file in (*code, *data))
+    code, data = _files(walls, source)
+    of_agent = is_of_agent(walls, source)
     rights = {} if of_agent else walls.rights.get(source.name, {})
     is_data_alone = source.adapter == "harbor"  # tasks may have hidden files, and no code that runs behind this wall
     return Wall(
@@ -42,7 +42,20 @@ def environment_wall(
         memory_mb=memory_mb,
         trusted=bool(rights.get("trust")),
         required=walls.required,
+        withheld=walls.variables if of_agent else (),
     )
+
+
+def is_of_agent(walls: Walls, source: EnvironmentSource) -> bool:
+    """True if an agent wrote any of an environment's files, or of its reward functions."""
+    code, data = _files(walls, source)
+    return any(walls.wrote_agent(file) for file in (*code, *data))
+
+
+def _files(walls: Walls, source: EnvironmentSource) -> tuple[list[str], tuple[str, ...]]:
+    """The files of an environment's code with its reward functions, and those that its target names."""
+    code = [*([source.file] if source.file else []), *(reward.file for reward in source.rewards)]
+    return code, tuple(data_paths(source.target, walls.closed))
 
 
 def code_wall(walls: Walls, files: Sequence[str]) -> Wall:
