@@ -119,6 +119,25 @@ def test_saved_environment_gets_no_variables_of_the_owner(shop):
     assert "emases: twice 0?" in do(describe_environment, shop, name="thrice").text
 
 
+def test_saved_reward_functions_are_for_saved_environments(shop):
+    """They run in the worker that scores held-out tasks: they could change its verdicts, and print its tasks later."""
+    code = f"{CODE}\n\ndef brief(answer):\n    return 0.0\n"
+    do(save_environment, shop, name="twice", code=code)
+    changes = {"environment.rewards": [{"name": "brief", "weight": 0.1, "fn": "twice.py:brief"}]}
+    saved, other = (do(select_environment, shop, name=name).data.draft_id for name in ("twice", "sort_letters"))
+    do(edit_config, shop, draft_id=saved, changes=changes)
+    with pytest.raises(InvalidValue, match="file that an agent saved.*sort_letters") as refused:
+        do(edit_config, shop, draft_id=other, changes=changes)
+    assert "save_environment" in refused.value.hint
+    mixture = [{"name": "sort_letters", "rewards": changes["environment.rewards"]}]
+    with pytest.raises(InvalidValue, match="file that an agent saved"):
+        do(edit_config, shop, draft_id=saved, changes={"environment.mixture": mixture})
+    (shop.home.configuration / "environments").mkdir(exist_ok=True)
+    (shop.home.configuration / "environments" / "mine.py").write_text("def brief(answer):\n    return 0.0\n")
+    changes["environment.rewards"][0]["fn"] = "mine.py:brief"
+    do(edit_config, shop, draft_id=other, changes=changes)
+
+
 def test_saved_files_are_no_strategies(shop):
     folders = shop.home.strategy_folders(shop.settings())
     assert shop.home.agent_environments not in folders

@@ -11,6 +11,7 @@ from toprope.errors import InvalidValue, LockedField, NotFound
 from toprope.records.run.digests import measurement_digests
 from toprope.records.run.specification import EnvironmentSource, Specification, TrainPlan
 from toprope.records.run.status import Status
+from toprope.records.walls import Walls
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.presets import Preset
 from toprope.settings.sections.mixture import RewardFunction
@@ -43,7 +44,7 @@ def draft(drafts: Drafts, **section: object) -> Draft:
 
 
 def frozen(made: Draft, folder: Path, locks: Locks = NONE) -> Specification:
-    ingredients = blend(made, Catalog([folder]).find, [folder])
+    ingredients = blend(made, Catalog([folder]).find, [folder], Walls())
     return freeze(made, locks, TrainPlan(), policy_cache="", ingredients=ingredients)
 
 

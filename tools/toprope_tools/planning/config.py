@@ -11,6 +11,7 @@ from anyio import to_thread
 
 from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.records.run.specification import EnvironmentSource
+from toprope.records.walls import Walls
 from toprope.settings.changes import Change, apply_changes
 from toprope.settings.fields import KNOBS, Field, get_value
 from toprope.settings.locks import Locks
@@ -153,15 +154,16 @@ async def _require_opening(
     if not opens and not names & _SOURCES:
         return []
     edited, folders = replace(former, config=config), workshop.home.environment_folders(workshop.settings())
+    walls = Walls.of_home(workshop.home)
     members, known = members_of(section), members_of(former.config.environment)[1:]
     sources: list[EnvironmentSource] = []
     if names & _SOURCES:
         settings, file = workshop.settings(), workshop.home.settings_file
         await to_thread.run_sync(resolve_helpers, section, settings, workshop.home.preset_folders, file)
-        sources = (await to_thread.run_sync(blend, edited, workshop.catalog.find, folders)).mixture
+        sources = (await to_thread.run_sync(blend, edited, workshop.catalog.find, folders, walls)).mixture
     plans = [(member, source) for member, source in zip(members[1:], sources, strict=False) if member not in known]
     if opens:
-        plans.insert(0, (members[0], await to_thread.run_sync(own_source, edited, folders)))
+        plans.insert(0, (members[0], await to_thread.run_sync(own_source, edited, folders, walls)))
     # Side by side: the caller waits for the slowest alone, and one that still loads hides no mistake of another.
     opened = await asyncio.gather(*(_open(workshop, *plan, caller) for plan in plans), return_exceptions=True)
     failures = [result for result in opened if isinstance(result, BaseException)]

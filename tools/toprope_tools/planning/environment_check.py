@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 
+from toprope.records.walls import Walls
 from toprope.settings.fields import KNOBS
 from toprope.settings.sections.environment import members_of, rewards_of
 from toprope.text_format import call, clip, number, plural
@@ -73,7 +74,7 @@ async def check_environment(
         locks.enforce(draft.config, environment_fields)
         hold_locks(draft.config, locks)
         folders = workshop.home.environment_folders(workshop.settings())
-        source = await to_thread.run_sync(own_source, draft, folders)
+        source = await to_thread.run_sync(own_source, draft, folders, Walls.of_home(workshop.home))
         entry = await to_thread.run_sync(workshop.catalog.of_source, source)
         other_members = [f"{plan.label}, in environment.mixture" for plan in members_of(section)[1:]]
         section = section.model_copy(update={"knobs": {**section.knobs, **own_knobs}})

@@ -24,6 +24,7 @@ from toprope.records.run.specification import (
     TestPlan,
     TrainerSource,
 )
+from toprope.records.walls import Walls
 from toprope.sdk.worker.splits import ORDER_RULE
 from toprope.settings.changes import apply_changes
 from toprope.settings.fields import KNOBS, all_fields, knob_problems
@@ -149,7 +150,8 @@ def _ingredients(home: Home, draft: Draft) -> Ingredients | None:
     section = draft.config.environment
     if not (section.mixture or section.rewards):
         return None
-    return blend(draft, Catalog.of_home(home).find, home.environment_folders(home.settings()))
+    folders = home.environment_folders(home.settings())
+    return blend(draft, Catalog.of_home(home).find, folders, Walls.of_home(home))
 
 
 def freeze(

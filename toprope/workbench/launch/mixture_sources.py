@@ -1,7 +1,8 @@
 """Sources of a draft's environments: its mixture, and the owner's reward functions.
 
 The catalog resolves the names of environments, so that each reads only the folders it may read. Files of reward
-functions must be in one of the owner's folders with environments. The owner's locks apply to every environment.
+functions must be in one of the owner's folders with environments; those that an agent saved are for environments that
+an agent saved, because they run where answers are scored. The owner's locks apply to every environment.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from toprope.errors import InvalidValue, LockedField, NotFound, shown
 from toprope.records.run.specification import EnvironmentSource, RewardSource
+from toprope.records.walls import Walls
 from toprope.sdk.authoring.definitions import CALL, definition_problem, fitting_definitions
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import LoadError
@@ -20,6 +22,8 @@ from toprope.settings.locks import Locks
 from toprope.settings.schema import Config
 from toprope.settings.sections.environment import MemberPlan, members_of
 from toprope.settings.sections.mixture import RewardFunction
+from toprope.text_format import call
+from toprope.training.rollouts.workers.walls import is_of_agent
 from toprope.workbench.drafts import Draft
 from toprope.workbench.entries import Entry
 
@@ -32,26 +36,28 @@ class Ingredients:
     mixture: list[EnvironmentSource] = field(default_factory=list)
 
 
-def blend(draft: Draft, find: Callable[[str], Entry], folders: Sequence[Path]) -> Ingredients:
+def blend(draft: Draft, find: Callable[[str], Entry], folders: Sequence[Path], walls: Walls) -> Ingredients:
     """Find the environments of a draft's mixture, and the functions added to their rewards.
 
     Args:
         draft: The draft to start.
         find: Resolves a name in the catalog.
         folders: The owner's folders with environments.
+        walls: The owner's decisions, which tell the files that agents wrote.
 
     Raises:
         NotFound: There is no such environment, file or function.
-        InvalidValue: An environment is not ready, or a file is in another folder.
+        InvalidValue: An environment is not ready, a file is in another folder, or an agent wrote it and not the
+            environment.
     """
     first, *others = members_of(draft.config.environment)
-    selected = own_source(draft, folders)
+    selected = own_source(draft, folders, walls)
     mixture = []
     for plan in others:
         entry = find(plan.name)
         if not entry.usable:
             raise InvalidValue(f"environment.mixture: {plan.name} is {entry.status}.", hint=entry.problem)
-        source = entry.environment.model_copy(update={"rewards": _rewards(plan, folders)})
+        source = _rewarded(entry.environment, plan, folders, walls)
         if source.model_dump() == selected.model_dump() and plan.section.knobs == first.section.knobs:
             raise InvalidValue(
                 f"environment.mixture contains {plan.label}, which is the selected environment with the same knobs.",
@@ -61,10 +67,10 @@ def blend(draft: Draft, find: Callable[[str], Entry], folders: Sequence[Path]) -
     return Ingredients(selected, mixture)
 
 
-def own_source(draft: Draft, folders: Sequence[Path]) -> EnvironmentSource:
+def own_source(draft: Draft, folders: Sequence[Path], walls: Walls) -> EnvironmentSource:
     """Return the selected environment of a draft with its reward functions. Raises: as `blend`."""
     first = members_of(draft.config.environment)[0]
-    return draft.environment.model_copy(update={"rewards": _rewards(first, folders)})
+    return _rewarded(draft.environment, first, folders, walls)
 
 
 def hold_locks(config: Config, locks: Locks) -> None:
@@ -95,8 +101,18 @@ def hold_locks(config: Config, locks: Locks) -> None:
             raise LockedField(f"{plan.label}, in environment.mixture: {refused.message}") from None
 
 
-def _rewards(plan: MemberPlan, folders: Sequence[Path]) -> list[RewardSource]:
-    return [reward_source(reward, folders) for reward in plan.rewards if reward.fn]
+def _rewarded(source: EnvironmentSource, plan: MemberPlan, folders: Sequence[Path], walls: Walls) -> EnvironmentSource:
+    """Return an environment with its reward functions."""
+    rewards = [reward_source(reward, folders) for reward in plan.rewards if reward.fn]
+    saved = next((reward for reward in rewards if walls.wrote_agent(reward.file)), None)
+    if saved is not None and not is_of_agent(walls, source.model_copy(update={"rewards": []})):
+        raise InvalidValue(
+            f"The reward function {saved.name} is in a file that an agent saved, and would run where {source.name} "
+            "scores its held-out tasks; only environments that an agent saved take such functions.",
+            hint=f"{call('save_environment', name='...', code='...')} saves an environment whose score has it, or the "
+            f"owner moves {Path(saved.file).name} into a folder of theirs.",
+        )
+    return source.model_copy(update={"rewards": rewards})
 
 
 def reward_source(function: RewardFunction, folders: Iterable[Path]) -> RewardSource:
