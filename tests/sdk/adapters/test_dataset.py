@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from toprope.sdk import grading
+from toprope.sdk.adapters import orchestrator
 from toprope.sdk.adapters.dataset import make
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.rollouts import Rollout, configure
 from toprope.sdk.sandbox import Unconfined, run_python
-from toprope.sdk.worker.splits import SPLITS, TaskSplits
+from toprope.sdk.worker.splits import FAMILY_RULE, SPLITS, TaskSplits
 
 ROWS = [{"q": f"{a} plus {b}", "sum": a + b, "note": None} for a in range(12) for b in range(12)]
 
@@ -128,6 +129,20 @@ def test_few_rows_of_a_sorted_file_are_of_all_its_parts(tmp_path: Path) -> None:
     for split in SPLITS:
         numbers = [int(task.content.split()[1]) for task in splits.page(split, 0, 20)]
         assert min(numbers) < 200 and max(numbers) >= 400, split
+
+
+def test_rows_that_a_data_set_holds_out_are_no_training_tasks_of_another_adapter(tmp_path: Path) -> None:
+    """The attack: read or train on sealed rows through `orchestrator`, and measure on them with a template."""
+    name = write(tmp_path, "jsonl")
+    knobs = {"path": name, "prompt": "q", "reference": "sum"}
+    other = configure(orchestrator.make(target(tmp_path)), knobs=knobs)
+    splits = TaskSplits(opened(tmp_path, **{**knobs, "prompt": "Q: {q}"})), TaskSplits(other)
+    held, same = ({one.id_of(task) for task in one.page("heldout", 0, 1000)} for one in splits)
+    assert held == same and len(held) > 5
+    trained = {splits[1].id_of(task) for task in splits[1].page("train", 0, 1000)}
+    assert len(trained) > 90 and not held & trained
+    old = TaskSplits(other, rule=FAMILY_RULE)  # of a run of an earlier version, which goes on as it began
+    assert [old.id_of(task) for task in old.page("train", 0, 5)] == [task.id for task in old.page("train", 0, 5)]
 
 
 def test_invalid_knobs_name_valid_choices(tmp_path: Path) -> None:

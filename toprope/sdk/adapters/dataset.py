@@ -125,7 +125,7 @@ class Dataset(Environment):
                 messages,
                 reference=self._right_answer(row, reference, options, number),
                 data={"reference": reference, "options": options},
-                source=json.dumps(row, sort_keys=True, ensure_ascii=False, default=str),
+                source=_rows.source_of(row),
             )
         if skipped:
             lacks = "prompt" if self._is_judged else f"prompt or the reference ({knobs.reference})"

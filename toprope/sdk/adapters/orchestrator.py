@@ -26,6 +26,7 @@ from toprope.sdk.orchestration.orchestrator import OrchestratorEnvironment
 from toprope.sdk.orchestration.reward import Scales, Weights, declared, parts_of
 from toprope.sdk.orchestration.search import Corpus, provider
 from toprope.sdk.orchestration.tools import BUILT_IN, Price, Tool, Toolbox, function, web_search
+from toprope.sdk.worker.splits import ORDER_RULE
 
 __all__ = ["DESCRIPTION", "Orchestrator", "made_up_facts", "make"]
 
@@ -43,6 +44,7 @@ class Orchestrator(Environment):
     tags = ("tools", "multi-turn", "agents")
     max_turns = 10
     wants_tokens = True
+    source_rule = ORDER_RULE
     parts = {
         **declared(Weights()),
         "readable": Part(0.0, description="share of the answers that were an action; shown, not rewarded"),
@@ -163,7 +165,8 @@ class Orchestrator(Environment):
                 )
             question, answer = str(row[self.knobs.prompt] or ""), str(row[self.knobs.reference] or "")
             if question.strip() and answer.strip():
-                yield Task(question, reference=self._right(answer), data={"answer": answer})
+                right, source = self._right(answer), _rows.source_of(row)
+                yield Task(question, reference=right, data={"answer": answer}, source=source)
 
     def _arithmetic(self) -> Iterator[Task]:
         knobs = self.knobs

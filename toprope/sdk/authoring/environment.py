@@ -185,6 +185,9 @@ class Environment:
     finite: bool = False
     """True if all `tasks`, up to 20,000, are quick to read, like rows of a file. Training and measurements then do not
     depend on their order."""
+    source_rule: int = 0
+    """First rule of `toprope.sdk.worker.splits` under which the sources of its tasks count; 0: the first of all. For
+    environments whose tasks once had none."""
     wants_tokens: bool = False
     """True to fill in `tokens`, at a small cost per answer."""
 

@@ -52,7 +52,8 @@ PROMPT_RULE, SOURCE_RULE, SHARING_RULE, FAMILY_RULE, ORDER_RULE = 1, 2, 3, 4, 5
 split of a task that names its source is decided by its prompt, or, from SOURCE_RULE on, by the source, so that a
 template cannot move a task to another split. From SHARING_RULE on, one or two tasks are in every split. From
 FAMILY_RULE on, a task that is held out because it is among few is held out whatever the knobs of a family. From
-ORDER_RULE on, finite tasks do not keep the order of their source."""
+ORDER_RULE on, finite tasks do not keep the order of their source, and rows are the sources of tasks of `orchestrator`,
+too, as of those of `dataset`."""
 PATIENCE = 500
 """After this many repeated tasks in a row, the stream counts as exhausted."""
 OWN_SPLIT_LIMIT = 10_000
@@ -144,6 +145,7 @@ class TaskSplits:
         self.shared = False
         """True if the tasks are so few that every split has all of them."""
         self._environment = environment
+        self._source_rule = environment.source_rule or SOURCE_RULE
         self._has_own_splits = bool(inspect.signature(environment.tasks).parameters)
         self._maybe_few = bool(environment.listed) and not self._has_own_splits
         self._to_order = {split for split in SPLITS if self._rule >= ORDER_RULE and self._is_finite(split)}
@@ -198,7 +200,7 @@ class TaskSplits:
         return hashlib.sha256(self._deciding(task, _content(task))).hexdigest()[:16]
 
     def _deciding(self, task: Task, content: bytes) -> bytes:
-        if task.source is None or self._rule < SOURCE_RULE or self._has_own_splits:
+        if task.source is None or self._rule < self._source_rule or self._has_own_splits:
             return content
         return task.source.encode("utf-8", "surrogatepass")
 

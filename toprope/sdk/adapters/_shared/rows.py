@@ -16,7 +16,7 @@ from typing import Any
 
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
-__all__ = ["HUB", "KINDS", "allowed_file", "files_below", "rows_of", "text_of"]
+__all__ = ["HUB", "KINDS", "allowed_file", "files_below", "rows_of", "source_of", "text_of"]
 
 HUB = "hf:"
 """Prefix of a Hub data set."""
@@ -115,6 +115,12 @@ def rows_of(
         yield from _csv(file)
     else:
         yield from _json_lines(file)
+
+
+def source_of(row: Mapping[str, Any]) -> str:
+    """Return the `source` of a task that is made of a row: the same for all adapters, so that no row that one of them
+    holds out is trained on by another."""
+    return json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
 
 
 def text_of(content: Any, whose: str) -> str:
