@@ -13,7 +13,8 @@ import pytest
 from toprope.sdk import grading
 from toprope.sdk.adapters import orchestrator
 from toprope.sdk.adapters.dataset import make
-from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.authoring.environment import Task
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 from toprope.sdk.rollouts import Rollout, configure
 from toprope.sdk.sandbox import Unconfined, run_python
 from toprope.sdk.worker.splits import FAMILY_RULE, SPLITS, TaskSplits
@@ -143,6 +144,18 @@ def test_rows_that_a_data_set_holds_out_are_no_training_tasks_of_another_adapter
     assert len(trained) > 90 and not held & trained
     old = TaskSplits(other, rule=FAMILY_RULE)  # of a run of an earlier version, which goes on as it began
     assert [old.id_of(task) for task in old.page("train", 0, 5)] == [task.id for task in old.page("train", 0, 5)]
+
+
+def test_errors_of_rows_quote_none_because_they_may_be_held_out(tmp_path: Path) -> None:
+    write(tmp_path, "jsonl")
+    knobs = {"path": "sums.jsonl", "prompt": "q", "reference": "sum", "choices": "{q}"}
+    with pytest.raises(InvalidRequest, match=r"^Row 1: options in .* are not a list of 2 to 26") as wrong:
+        list(opened(tmp_path, **knobs).tasks())
+    assert "0 plus 0" not in str(wrong.value)
+    for prompt, said in (([{"role": "seer", "content": "secret"}], "role"), ([{"role": "user", "content": 7}], "int")):
+        with pytest.raises(EnvironmentMistake, match=f"message 1.*{said}") as mistake:
+            _ = Task(prompt).messages
+        assert "secret" not in str(mistake.value) and "7" not in str(mistake.value)
 
 
 def test_invalid_knobs_name_valid_choices(tmp_path: Path) -> None:

@@ -208,8 +208,8 @@ class Dataset(Environment):
                 options = [option.strip() for option in options.split("|")]
         if not isinstance(options, list | tuple) or not 2 <= len(options) <= 26:
             raise InvalidRequest(
-                f"Row {number}: options in {self.knobs.choices!r} are not a list of 2 to 26: {str(options)[:80]!r}. "
-                "In a CSV file, write them as JSON or separated by |."
+                f"Row {number}: options in {self.knobs.choices!r} are not a list of 2 to 26. In a CSV file, write them "
+                "as JSON or separated by |."
             )
         return [str(option) for option in options]
 

@@ -69,11 +69,12 @@ def as_messages(value: Any, what: str) -> Messages:
     if not isinstance(value, list | tuple):
         raise EnvironmentMistake(f"{what} must be a text or a list of messages, not {type(value).__name__}.")
     messages = []
-    for message in value:
+    for number, message in enumerate(value, 1):  # errors quote none: the task may be held out
         if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-            raise EnvironmentMistake(f"{what} holds {message!r:.80}: a message is a dict with a role of {_ROLES}.")
+            raise EnvironmentMistake(f"{what}: message {number} is not a dict with a role of {_ROLES}.")
         if not isinstance(message.get("content"), str):
-            raise EnvironmentMistake(f"{what} holds a message whose content is not a text: {message!r:.80}.")
+            kind = type(message.get("content")).__name__
+            raise EnvironmentMistake(f"{what}: the content of message {number} is of type {kind}, not a text.")
         messages.append({**message, "content": sayable(message["content"])})
     return messages
 
