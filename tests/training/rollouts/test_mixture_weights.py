@@ -159,6 +159,8 @@ def test_curricula_file_round_trip(tmp_path: Path) -> None:
         ("mixture", [{"name": "a", "weight": 0}], "weight: Input should be greater than 0"),
         ("mixture", [{"name": "a", "curriculum": {"knob": "k", "levels": [1]}}], "entry 1 (a): the curriculum: levels"),
         ("curriculum", {"knob": "k", "levels": [1, 1]}, "levels holds a value twice"),
+        ("curriculum", {"knob": "k", "levels": [3, 1e309]}, "the curriculum: every number must be finite"),
+        ("mixture", [{"name": "a", "knobs": {"k": [1e309]}}], "entry 1: every number must be finite"),
         ("curriculum", {"knob": "k", "levels": [1, 2], "measured_level": 2}, "measured_level 2 is not one of 0 to 1"),
         ("rewards", [{"name": "x", "fn": "x.py"}], "entry 1: fn is not of the form 'file.py:function'"),
         ("rewards", [{"name": "x", "fn": "x.py:f", "low": 2}], "low 2 is above high 1"),

@@ -5,6 +5,7 @@ An agent edits them as it edits any field. They are checked when they are set, a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -146,6 +147,10 @@ def _read(model: type[_Model], value: Any, where: str) -> _Model:
     """The object, or a ValueError that names the wrong fields and those that exist."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} must be an object with {', '.join(model.model_fields)}")
+    try:
+        json.dumps(value, allow_nan=False, default=str)  # levels and knobs take any value, also within lists
+    except ValueError:
+        raise ValueError(f"{where}: every number must be finite") from None
     try:
         return model.model_validate(value)
     except ValidationError as error:
