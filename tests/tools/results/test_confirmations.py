@@ -7,11 +7,14 @@ import time
 
 import pytest
 from toprope_tools.planning.config import edit_config
+from toprope_tools.runs import ask
+from toprope_tools.runs.inference import test_inference as try_inference
 from toprope_tools.runs.training import start_training
 
 from tests.support.tools_house import become, do
 from tests.tools.results.test_research import finish, owner
 from toprope.errors import NotPossibleNow
+from toprope.records.run.specification import AskPlan
 from toprope.workbench.approvals import Approvals
 
 
@@ -55,6 +58,35 @@ def test_only_starts_above_the_owners_threshold_are_confirmed(house, draft):
     do(edit_config, shop, draft_id=draft, changes={"budget.steps": 400})
     with pytest.raises(NotPossibleNow, match="an unknown amount"):
         do(start_training, shop, draft_id=draft)
+
+
+def test_tests_and_questions_are_confirmed_if_they_cost_or_take_too_much(house, draft):
+    shop, launcher = house
+    owner(shop, "confirm: always\nprices: {cpu_hour_usd: 1}")
+    starts = (
+        lambda: do(try_inference, shop, draft_id=draft, tasks=4, group_size=2).data.run_id,
+        lambda: ask._of_draft(shop, draft, lambda *_: AskPlan(conversations=[[]], max_new_tokens=1, asked="x")).run_id,
+    )
+    for start in starts:
+        with pytest.raises(NotPossibleNow, match="wants every start confirmed"):
+            start()
+        [asked] = Approvals(shop.home).pending()
+        Approvals(shop.home).approve(asked.hash)
+        launcher.leave(start())
+    owner(shop, "confirm: always")  # processors have no price
+    for start in starts:
+        launcher.leave(start())
+    bounds = "confirm: {above: {cost_usd: 0.01, wall_hours: 1}}\nper_run: {wall_hours: %s}"
+    owner(shop, bounds % 1)
+    run_id = starts[0]()
+    owner(shop, bounds % 2)
+    with pytest.raises(NotPossibleNow, match="above 1 .*this may take up to 2"):
+        starts[0]()
+    now = time.time()
+    become(shop.runs.folder(run_id), "completed", started_at=now - 1800, ended_at=now)  # half an hour was measured
+    launcher.leave(starts[0]())
+    with pytest.raises(NotPossibleNow, match="this may take up to 2"):
+        do(try_inference, shop, draft_id=draft, tasks=5, group_size=2)
 
 
 def test_confirmed_values_stay_while_a_run_trains(house, draft):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -193,9 +194,10 @@ def details_of(specifications: Sequence[Specification], costs: Preview, why: str
     }
 
 
-def needs_confirmation(limits: Limits, costs: Preview) -> str:
-    """Return why the owner wants a start confirmed; empty if not. An unknown quantity counts as its cap."""
-    if limits.confirm == "never":
+def needs_confirmation(limits: Limits, costs: Preview, *, free: bool = False) -> str:
+    """Return why the owner wants a start confirmed; empty if not. An unknown quantity counts as its cap. A `free` start
+    trains nothing and surely costs nothing: it is confirmed only if it may take more of something than `above` has."""
+    if limits.confirm == "never" or (free and limits.confirm == "always"):
         return ""
     if limits.confirm == "always":
         return "The owner wants every start confirmed."
@@ -206,6 +208,8 @@ def needs_confirmation(limits: Limits, costs: Preview) -> str:
             estimate, cap = costs.estimates.get(quantity), costs.caps.get(quantity)
             together = 1 if quantity == "wall_hours" else costs.count  # estimates are for all runs, a cap for each
             high = (None if cap is None else cap * together) if estimate is None else estimate.high
+        if free and (high is None or quantity == "cost_usd"):
+            continue
         if high is None or high > threshold:
             amount = "an unknown amount" if high is None else f"up to {high:.3g}"
             return f"The owner wants starts above {threshold:g} {UNITS[quantity]} confirmed; this may take {amount}."
@@ -299,13 +303,15 @@ def _basis(first: Specification, measured: Sequence[_Measured], in_common: str, 
 def _comparable_runs(first: Specification, runs: Path) -> tuple[list[_Measured], str]:
     """Return the runs to estimate from, newest first, and what they have in common with this one, in words; without
     such runs, what tells the nearest one of this environment apart."""
-    config = first.config.model_dump(mode="json")
+    config, answers = first.config.model_dump(mode="json"), _answers_of(first.model_dump(include={"test", "ask"}))
     of_draft: list[_Measured] = []
     alike: list[_Measured] = []
     similar: list[_Measured] = []
     apart: set[str] = set()
     nearest, between = "", set(_NAMES_OF_CORE)
     for folder, spec in _newest(runs, first.kind):
+        if _answers_of(spec) < answers:
+            continue
         spec_config = spec.get("config") or {}
         differs = _differences(config, spec_config)
         if in_core := differs & _NAMES_OF_CORE:
@@ -356,21 +362,29 @@ def _field_value(config: dict[str, Any], section: str, name: str) -> Any:
     return (config.get(section) or {}).get(name, _DEFAULTS[section].get(name)) or None
 
 
+def _answers_of(spec: dict[str, Any]) -> float:
+    """Return the answers that a test or questions ask for, or the seconds of serving; 0 for runs that train."""
+    test, ask = spec.get("test") or {}, spec.get("ask") or {}
+    asked = math.inf if ask.get("standard") else ask.get("serve_s") or len(ask.get("conversations") or ())
+    return float(test["tasks"] * test["group_size"] if test else asked * (ask.get("answers") or 1))
+
+
 def _measurements_of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:
-    """Return the measurements of a run; None if it trained too briefly or still trains.
+    """Return the measurements of a run; None if it trained too briefly or is not over. Without training all is before.
 
     The figures of a live run change constantly, and would change the hash that a person is about to confirm.
     """
     try:
         status, row = read_json(folder.status), last_row(folder.metrics)
-        if status.get("ended_at") is None:
-            return None
-        steps, train_s = int(row["step"]), float(row["train_seconds"])
-        if steps < _FEWEST_STEPS or train_s <= 0 or int(status.get("attempt", 1)) > 1:
+        if status.get("ended_at") is None or int(status.get("attempt", 1)) > 1:
             return None  # the time between several attempts is unknown
-        before_s = max(0.0, float(status["training_at"]) - float(status["started_at"]))
+        trains = not (spec.get("test") or spec.get("ask"))
+        steps, train_s = (int(row["step"]), float(row["train_seconds"])) if trains else (1, 1.0)
+        if steps < _FEWEST_STEPS * trains or train_s <= 0 or not (trains or status["state"] == "completed"):
+            return None
+        before_s = max(0.0, float(status["training_at" if trains else "ended_at"]) - float(status["started_at"]))
         after_s = 0.0
-        if status.get("state") == "completed":
+        if trains and status.get("state") == "completed":
             after_s = max(0.0, float(status["ended_at"]) - float(status["training_at"]) - train_s)
     except (NotFound, Corrupt, AttributeError, KeyError, TypeError, ValueError):
         return None
@@ -382,7 +396,7 @@ def _measurements_of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | Non
             processors = float(usage["cpu_s"]) / float(usage["wall_s"])
     except (NotFound, Corrupt, KeyError, TypeError, ValueError):
         pass
-    kept = min(disk, float(folder_bytes(folder.checkpoints)))
+    kept = min(disk, float(folder_bytes(folder.checkpoints))) if trains else disk
     return _Measured(folder.run_id, train_s / steps, before_s, after_s, processors, memory, (disk - kept) / steps, kept)
 
 

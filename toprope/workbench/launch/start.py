@@ -263,14 +263,16 @@ class RunStarter:
         # Members were agreed to with their sweep. A repeated one is a start of its own.
         if first.member is not None and not first.reproduces:
             return None
-        kind = first.run_kind
-        if not (first.reproduces or kind.trains or kind.starts_runs) and token_costs(first).free:
+        kind, prices = first.run_kind, first.limits
+        free = not (first.reproduces or kind.trains or kind.starts_runs) and token_costs(first).free
+        free = free and not (prices and (prices.cpu_hour_usd or prices.gpu_hour_usd))
+        if free and limits.confirm == "always":
             return None
         costs = make_preview()
         if confirm not in (None, costs.hash):
             raise ConfirmationNeeded(costs, "", confirm, limits.source)
         self._require_not_refused(costs)
-        why = needs_confirmation(limits, costs)
+        why = needs_confirmation(limits, costs, free=free)
         if why and agreed != costs.hash and not self._approvals.has(costs.hash):
             self._request_approval(specifications, costs, why)
             unread = "the client's answer could not be read. " if agreed == UNREAD else ""
