@@ -8,7 +8,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from anyio import CapacityLimiter
+
 from toprope.errors import EnvironmentFailed, NotPossibleNow
+from toprope.machine import processor_count
 from toprope_tools.clients import UNKNOWN, Client
 
 T = TypeVar("T")
@@ -36,16 +39,26 @@ CALLER = Caller()
 
 @dataclass
 class _Opening:
-    task: asyncio.Task[Any]
     began: float
+    """When its turn came; before that, when it was asked for."""
     waiting: int = 0
+    task: asyncio.Task[Any] = field(init=False)
 
 
 @dataclass
 class Openings:
-    """Openings in progress, and results that no call has fetched yet."""
+    """Openings in progress, and results that no call has fetched yet.
 
+    Args:
+        most: Openings that run at the same time, each with workers of its own; others wait for their turn.
+    """
+
+    most: int = field(default_factory=lambda: max(4, processor_count()))
+    _turns: CapacityLimiter = field(init=False)
     _known: dict[str, _Opening] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._turns = CapacityLimiter(self.most)
 
     async def result(
         self, key: str, make: Callable[[], Awaitable[T]], *, what: str, limit_s: float, wait_s: float, caller: Caller
@@ -54,7 +67,7 @@ class Openings:
 
         Args:
             key: Calls with the same key share one opening.
-            make: Opens the environment. It is cancelled after `limit_s`, or if its only caller gives up.
+            make: Opens the environment. It is cancelled `limit_s` after its turn came, or if its only caller gives up.
             what: The opening in words, for messages.
             wait_s: The longest that this call waits.
 
@@ -65,8 +78,8 @@ class Openings:
         self._forget_old()
         opening = self._known.get(key)
         if opening is None or opening.task.get_loop() is not asyncio.get_running_loop():
-            task = asyncio.get_running_loop().create_task(_limited(make, what, limit_s))
-            opening = self._known[key] = _Opening(task, time.monotonic())
+            opening = self._known[key] = _Opening(time.monotonic())
+            opening.task = asyncio.get_running_loop().create_task(self._take_turn(opening, make, what, limit_s))
         until = time.monotonic() + wait_s
         opening.waiting += 1
         try:
@@ -93,6 +106,11 @@ class Openings:
         self._known.pop(key, None)
         result: T = opening.task.result()
         return result
+
+    async def _take_turn(self, opening: _Opening, make: Callable[[], Awaitable[T]], what: str, limit_s: float) -> T:
+        async with self._turns:
+            opening.began = time.monotonic()
+            return await _limited(make, what, limit_s)
 
     def _forget_old(self) -> None:
         for key, opening in list(self._known.items()):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 import pytest
 import yaml
 from toprope_tools.clients import Client
-from toprope_tools.openings import Caller
+from toprope_tools.openings import Caller, Openings
 from toprope_tools.planning import environment_check, opening
 from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environment_check import check_environment
@@ -223,6 +225,27 @@ def test_loading_outlasts_the_call_that_asked(shop, tmp_path):
     made = anyio.run(work)
     assert shop.drafts.get(made.data.draft_id).environment.name == "slow"
     assert told and told[0][0] >= 3 * 120 + 4 * 60 and "Loading slow" in told[0][1]
+
+
+def test_openings_wait_for_their_turn():
+    live, most = [], []
+
+    async def make():
+        live.append(None)
+        most.append(len(live))
+        await anyio.lowlevel.checkpoint()
+        live.pop()
+
+    async def work():
+        openings = Openings(most=2)
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as calls:
+                for number in range(9):
+                    options = dict(what="x", limit_s=9.0, wait_s=60.0, caller=Caller(None))
+                    calls.start_soon(partial(openings.result, str(number), make, **options))
+
+    anyio.run(work)
+    assert len(most) == 9 and max(most) == 2
 
 
 def test_the_preset_says_how_long_loading_may_take(shop, tmp_path):
