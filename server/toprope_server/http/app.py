@@ -20,6 +20,7 @@ from toprope_server import leave
 from toprope_server.http.access import AccessRequired, in_url
 from toprope_server.http.principals import Tokens
 from toprope_server.http.serving import listen_on, serve_on, uvicorn_config
+from toprope_server.http.session_limit import SessionLimit
 from toprope_server.http.trace_intake import capture_route
 from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role, role_of_settings
@@ -57,7 +58,7 @@ def build_app(
     app = server.streamable_http_app(streamable_http_path=PATH, transport_security=security, host=host)
     if capture is not None:
         app.router.routes.append(capture_route(capture))
-    return AccessRequired(app, tokens, settings, host, port)
+    return AccessRequired(SessionLimit(app), tokens, settings, host, port)
 
 
 def serve_http(host: str, port: int | None, *, role: Role) -> None:

@@ -1,4 +1,5 @@
-"""Calls leave a server's memory, descriptors and threads where they were. `make bench-load` does this for minutes."""
+"""Calls leave a server's memory, descriptors and threads where they were (`make bench-load` does this for minutes), and
+sessions are bounded."""
 
 from __future__ import annotations
 
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx2
 import pytest
 from mcp.client import Client
+from toprope_server.http.principals import Tokens
+from toprope_server.http.session_limit import MOST_SESSIONS
 from toprope_server.mcp.app import TopropeServer
 from toprope_tools.runs.training import start_training
 from toprope_tools.workshop import Workshop
 
+from tests.server.http.test_http import ACCEPT, bearer, served, tool
 from tests.support.tools_house import make_workshop, step
 
 ROUNDS = 30
@@ -77,3 +82,26 @@ def test_calls_leak_no_memory_descriptors_or_threads(shop: Workshop) -> None:
     assert more_descriptors == 0 and more_threads <= 0
     # SQLite, the draft's history and Python's own caches take this much; a leak of a kilobyte a call would be 240 KB.
     assert grown < 150_000
+
+
+def test_a_token_has_a_bounded_number_of_sessions(tmp_path: Path) -> None:
+    with served(tmp_path) as (_, url):
+        owner, other = (bearer(tmp_path)["Authorization"].split()[1], Tokens(tmp_path / "config").add("other", "read"))
+        kept = tool(url, other, "list_runs")[2]
+        first, used = (tool(url, owner, "list_runs")[2] for _ in range(2))
+        hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}
+        begin = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}
+        with httpx2.Client(headers=ACCEPT | bearer(tmp_path)) as client:
+            for _ in range(9):
+                ended = {"mcp-session-id": client.post(url, json=begin).headers["mcp-session-id"]}
+                assert client.delete(url, headers=ended).status_code == 200
+            for _ in range(MOST_SESSIONS - 2):
+                assert client.post(url, json=begin).status_code == 200
+            for session in (first, used):
+                assert tool(url, owner, "list_runs", session)[0] == 200
+            assert client.post(url, json=begin).status_code == 200
+            assert tool(url, owner, "list_runs", used)[0] == 200
+            for _ in range(MOST_SESSIONS - 1):
+                assert client.post(url, json=begin).status_code == 200
+        assert tool(url, owner, "list_runs", first)[0] == 404
+        assert tool(url, owner, "list_runs", used)[0] == tool(url, other, "list_runs", kept)[0] == 200
