@@ -32,6 +32,7 @@ def audit(
     with reporting_errors():
         from toprope.records.audit import AuditTrail
         from toprope.settings.owner import Home
+        from toprope.text_format import plural
 
         trail = AuditTrail(Home.locate().path)
         if verify:
@@ -50,6 +51,8 @@ def audit(
                 span = f"{trail.path} has no lines"
                 if verification.lines:
                     span = f"lines {verification.first} to {last_line} of {trail.path}"
+                if verification.first > 1:
+                    span += f"; {plural(verification.first - 1, 'older line')} made room for newer ones"
                 typer.echo(f"{'Not whole' if verification.problems else 'Whole'}: {span}.")
             raise typer.Exit(int(bool(verification.problems)))
         found_lines = list(trail.lines())[-lines:]

@@ -19,6 +19,7 @@ from tests.server.cli.test_commands import make_run, toprope, variables
 from tests.support.run_harness import RunHarness, ended, eventually
 from tests.support.tools_house import become, make_workshop, start_run
 from toprope.errors import NotPossibleNow
+from toprope.records import audit
 from toprope.settings.owner import Home
 from toprope.supervisor.runs.freezing import freeze, require_thawed, thaw
 from toprope.trajectories.jobs.jobs import Job
@@ -140,6 +141,15 @@ def test_commands_leave_a_line_each_without_secrets(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"a-run", b"b-run"))
     changed = audit("--verify")
     assert changed.exit_code == 1 and "was changed" in changed.output
+
+
+def test_verification_tells_how_many_lines_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "MOST_BYTES", 0)
+    trail = audit.AuditTrail(tmp_path / "home")
+    for _ in range(audit.PARTS + 4):
+        trail.append({"did": "list_runs"})
+    told = CliRunner().invoke(build(), ["audit", "--verify"], env=variables(tmp_path))
+    assert told.exit_code == 0 and "; 3 older lines made room for newer ones." in told.output
 
 
 def test_everything_in_a_home_is_private_also_if_it_was_not(tmp_path):
