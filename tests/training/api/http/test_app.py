@@ -73,6 +73,16 @@ def test_reset_data_needs_post(api: Served) -> None:
     assert api.get("/counts")["dropped"] == {"reset": 1}
 
 
+def test_reset_data_is_refused_while_a_trainer_reads_by_cursor(api: Served) -> None:
+    for mark in range(1, 4):
+        api.post("/scored_data", group(mark))
+    assert marks(api.get("/batch?cursor=0&sequences=16")) == [1, 2]
+    status, _, body = api.raw("POST", "/reset_data")
+    assert status == 409 and "reads with a cursor" in json.loads(body)["error"]["message"]
+    assert api.get("/status")["queue_size"] == 1
+    assert api.post("/commit", {"cursor": 2})["cursor"] == 2
+
+
 def test_trainer_reads_by_cursor_commits_and_reports_drops(api: Served) -> None:
     for mark in range(1, 6):
         assert api.post("/scored_data", group(mark))["waiting"] == mark

@@ -193,6 +193,12 @@ class _Endpoints:
         return _json({name: None for name in _DEBUG_FIELDS} | msgspec.json.decode(body))
 
     async def reset_data(self, request: Request) -> Response:
+        if self._store.by_cursor:
+            raise Refused(
+                "trainer_reads",
+                "This run's trainer reads with a cursor, which would be ahead of an empty queue. Nothing was dropped.",
+                status=409,
+            )
         self._store.reset()
         await self._groups.wait_until_durable()
         return PlainTextResponse("Reset successful")

@@ -87,7 +87,7 @@ class TrajectoryStore:
         self._now = now
         self._max_staleness, self._train_unmatched, self._keep = max_staleness, train_unmatched, keep
         state = recover(journal, self.queue, self.registry, self.duplicates, now)
-        self.latest, self._by_cursor, self._saved_counts = state.latest, state.by_cursor, state.saved_counts
+        self.latest, self.by_cursor, self._saved_counts = state.latest, state.by_cursor, state.saved_counts
 
     def set_vocabulary(self, size: int) -> None:
         """Refuse token ids of `size` and above from now on."""
@@ -189,7 +189,7 @@ class TrajectoryStore:
             Refused: The cursor is out of range, or is missing although the run's trainer reads with one.
             NotPossibleNow: The delivery cannot be written.
         """
-        if cursor is None and self._by_cursor:
+        if cursor is None and self.by_cursor:
             raise Refused(
                 "cursor_needed",
                 "This run's trainer reads with a cursor; it would miss a batch that is taken without one. "
@@ -201,7 +201,7 @@ class TrajectoryStore:
         if cursor is not None:
             if cursor != self.queue.delivered:
                 self._rewind(cursor)
-            self._by_cursor = True
+            self.by_cursor = True
         if version is not None:
             self.version = version
         while (plan := self.queue.plan(sequences, self._now())) is not None:
@@ -215,7 +215,7 @@ class TrajectoryStore:
             if cursor is None and self.queue.delivered > self.queue.committed:
                 self.commit(self.queue.delivered)  # a request for the next batch confirms the last one
             if cursor is None:
-                self._by_cursor = False
+                self.by_cursor = False
             self._journal.mark(
                 marks.Delivered(
                     plan.cursor, [group.seq for group in plan.groups], sequences, plan.skipped, cursor is not None
@@ -252,7 +252,7 @@ class TrajectoryStore:
         if self._journal.removable(oldest):
             snapshot = self.queue.snapshot()
             self.registry.save_to(snapshot)
-            snapshot.by_cursor = self._by_cursor
+            snapshot.by_cursor = self.by_cursor
             self._journal.leave(oldest, snapshot, keep=self._keep)
         return newly
 
@@ -341,7 +341,7 @@ class TrajectoryStore:
         """Drop all groups that are not committed, with the reason `reset`, and forget trainer and environments."""
         self._journal.mark(marks.Reset())
         reset(self.queue, self.registry, self.duplicates)
-        self._by_cursor = None
+        self.by_cursor = None
         self._note_change()
 
     def latest_body(self) -> bytes | None:
