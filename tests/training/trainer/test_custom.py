@@ -223,6 +223,8 @@ def test_trainer_lives_with_a_stub_session():
     with pytest.raises(CheckFailed, match="check_reward: it is always 1"):
         trainer.live(room)
     assert trainer.state is State.ERROR and trainer.seen == [State.VALIDATING] and len(room.told) == 1
+    with pytest.raises(CheckFailed):  # a repetition does not get round the checks
+        trainer.live(room)
 
 
 def test_train_config_has_the_runs_settings():
