@@ -6,6 +6,7 @@ it; the first call after its end reports the outcome.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -120,8 +121,7 @@ async def build_dataset(
         f"It is in {outcome.path}; README.md there is its card.",
     ]
     changes = {"algorithm.name": "sft", "sft.dataset": outcome.version}
-    drafts = await to_thread.run_sync(workshop.drafts.recent, 1)
-    edit = call("edit_config", draft_id=drafts[0].id if drafts else "draft-...", changes=changes)
+    edit = f"edit_config(draft_id=..., changes={json.dumps(changes)})"  # which draft is meant, the caller knows
     lines.append(f"Next: {edit}, then start_training, trains on it; toprope://datasets/{name} shows its card.")
     card = f"{outcome.path}/README.md"
     data = answers.BuiltDataset.of(outcome, state="done", dataset=outcome.version, card=card)

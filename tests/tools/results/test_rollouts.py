@@ -51,6 +51,8 @@ def test_texts_are_cut_cleaned_and_marked_across_pages(shop):
     assert not {one.group for one in rest.data.groups} & {one.group for one in page.data.groups}
     best = do(browse_rollouts, shop, run_id=run, order="best", task="task-3")
     assert [(one.task, one.rollouts[0].answer) for one in best.data.groups] == [("task-3", "good")]
+    for order, said in (("best", "highest style first"), ("worst", "lowest style first")):
+        assert said in do(browse_rollouts, shop, run_id=run, order=order, part="style").text
     newest = do(browse_rollouts, shop, run_id=run).data.groups[0]
     assert (newest.group, newest.version, [one.reward for one in newest.rollouts]) == (9, 9, [1.0, 0.0])
 

@@ -103,6 +103,22 @@ def test_split_dataset_separates_near_duplicates_and_tasks():
         split_dataset(whole, {"train": 0.0})
 
 
+@pytest.mark.parametrize("number", [20, 60, 127, 128])
+def test_template_of_few_texts_leaves_no_split_empty(number):
+    prompt = "Spell this word backward, letter by letter (example: sun becomes nus):"
+    split = split_dataset(items([f"{prompt} {word}" for word in texts(number, 1)]), [0.8, 0.1, 0.1])
+    for share, held in zip((0.8, 0.1, 0.1), split.values(), strict=True):
+        assert abs(len(held) - share * number) < 2
+
+
+def test_near_duplicates_among_few_texts_stay_together():
+    tasks = texts(4, 40)
+    split = split_dataset(items([f"{task} {end}" for task in tasks for end in texts(8, 1)]), [0.5, 0.5])
+    assert [len(held) for held in split.values()] == [16, 16]
+    for held in split.values():
+        assert len({item.state.rsplit(" ", 1)[0] for item in held}) == 2
+
+
 def test_ratios_may_be_a_list():
     whole = items(texts(40))
     split = split_dataset(whole, [0.8, 0.1, 0.1], seed=1)

@@ -31,9 +31,13 @@ _RECALL = 0.999
 _BATCH = 2000
 _FEWEST = 128
 """Number of texts below which nothing counts as boilerplate."""
+_FEWEST_OF_ALL = 20
+"""As `_FEWEST`, where no further texts follow."""
 _COMMON = 0.1
 _TEMPLATE = 0.25
 """As `_COMMON`, of texts not judged yet: more than the answers to one task, less than one of three prompts."""
+_TEMPLATE_OF_FEW = 0.4
+"""As `_TEMPLATE`, of fewer than `_FEWEST` texts, among which one family of near duplicates has a larger share."""
 _SAMPLE = 2000
 """Size of the sample in which boilerplate is searched."""
 _LOOKED_THROUGH = 8000
@@ -94,15 +98,17 @@ class _Index:
         threshold: Smallest Jaccard index of near duplicates.
         common: Boilerplate shingles. None: learned from the first 128 different texts, from 128 new ones, and again
             each time the number of new texts has grown fourfold.
+        fewest: Number of different texts from which boilerplate is learned first, instead of 128.
     """
 
-    def __init__(self, threshold: float, common: frozenset[int] | None = None) -> None:
+    def __init__(self, threshold: float, common: frozenset[int] | None = None, fewest: int = _FEWEST) -> None:
         if not 0 < threshold <= 1:
             raise InvalidValue(f"dedup_threshold must be above 0 and at most 1, not {threshold}.", hint="Usual: 0.85.")
         require("Removing near duplicates", "rensa")
         from rensa import RMinHash, RMinHashLSH
 
         self._threshold, self._minhash, self._make = threshold, RMinHash, RMinHashLSH
+        self._fewest = fewest
         self._lsh = self._empty()
         self._look_at: int | None = None
         self._first_texts: dict[int, frozenset[int]] | None = {} if common is None else None
@@ -157,10 +163,11 @@ class _Index:
         """Learn boilerplate if the number of texts has grown enough; `sets` are those that come next."""
         if self._first_texts is not None:
             self._first_texts.update((hash(words), words) for words in sets)
-            if len(self._first_texts) < _FEWEST:
+            if len(self._first_texts) < self._fewest:
                 return
             # Near duplicates are still among these, so only what a quarter of the texts share counts.
-            common, self._first_texts = _frequent(list(self._first_texts.values()), _TEMPLATE), None
+            share = _TEMPLATE if len(self._first_texts) >= _FEWEST else _TEMPLATE_OF_FEW
+            common, self._first_texts = _frequent(list(self._first_texts.values()), share), None
             self._look_at = _FEWEST
         elif self._look_at is None or len(self._new_numbers) < self._look_at:
             return
@@ -237,9 +244,9 @@ def _duplicates_of(index: _Index, texts: Sequence[str]) -> list[int | None]:
     return answers
 
 
-def _index_for(texts: Sequence[str], threshold: float) -> _Index:
+def _index_for(texts: Sequence[str], threshold: float, fewest: int = _FEWEST) -> _Index:
     """Return an empty index that has learned boilerplate from a sample of these texts."""
-    sample_index = _Index(threshold)
+    sample_index = _Index(threshold, fewest=fewest)
     _duplicates_of(sample_index, texts[:: -(-len(texts) // _LOOKED_THROUGH) or 1])
     return _Index(threshold, sample_index.boilerplate())
 
@@ -282,7 +289,7 @@ class _Joined:
 
 def clusters(texts: Sequence[str], threshold: float) -> list[int]:
     """Return the cluster number of each text; chains of near duplicates form one cluster."""
-    index, joined, owners = _index_for(texts, threshold), _Joined(), []
+    index, joined, owners = _index_for(texts, threshold, _FEWEST_OF_ALL), _Joined(), []
     for text in index.walk(texts):
         number = text.same
         if number is None:
