@@ -44,6 +44,32 @@ def test_per_task_filter_tells_items_without_task_apart(tmp_path: Path):
     assert found == [*list(RunReader(folder))[::2], *posted[1::2]]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps([{"input": "q", "output": "a", "score": 0.5, "messages": []}], indent=2),
+        '[\n{"state": "q", "action": "a", "reward": 0.5}\n]\n',  # as our own export in JSON
+        '{"items": [{"prompt": "q", "completion": "a", "reward": 0.5}]}',
+        '\n{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "reward": 0.5}\n',
+    ],
+)
+def test_file_of_another_system_is_taken(tmp_path: Path, text: str):
+    inbox = Inbox(tmp_path / "datasets", "theirs")
+    assert inbox.take(text.encode().splitlines(keepends=True), "theirs.json") == 1
+    [item] = read_items(inbox.path)
+    said = [(message["role"], message["content"]) for message in item.messages]
+    assert said == [("user", "q"), ("assistant", "a")] and item.reward == 0.5 and not item.metadata.get("unscored")
+
+
+def test_file_that_is_no_json_is_refused_by_its_line(tmp_path: Path):
+    inbox = Inbox(tmp_path / "datasets", "theirs")
+    with pytest.raises(InvalidValue, match="theirs.csv, line 1 is not JSON"):
+        inbox.take([b"state,action\n", b"q,a\n"], "theirs.csv")
+    with pytest.raises(InvalidValue, match="theirs.jsonl, line 2 has no action"):
+        inbox.take([b'{"state": "q", "action": "a"}\n', b'{"state": "q"}\n'], "theirs.jsonl")
+    assert not inbox.path.exists()
+
+
 def test_torn_line_of_an_inbox_costs_no_other_item(tmp_path: Path):
     inbox = Inbox(tmp_path / "datasets", "posted")
     first, second = (TrajectoryItem(state, "a", 1.0) for state in ("first", "second"))

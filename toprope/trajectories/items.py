@@ -24,6 +24,9 @@ SEALED = "heldout"
 """The split that no data set may contain."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_PAIRS = (("state", "action"), ("prompt", "completion"), ("input", "output"))
+_SHARED_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+"""ShareGPT's names of roles."""
 _MOST_CHARACTERS = 2_000_000
 
 
@@ -98,8 +101,9 @@ def _plain(content: str | list[Message], role: str) -> list[list[str]]:
 def item_from(data: Any, source: str) -> TrajectoryItem:
     """Parse an item from outside.
 
-    Accepted forms are ours (`state`, `action`), TRL's (`prompt`, `completion`) and OpenAI's (`messages`; all from the
-    first answer on are the action). `reward` and `metadata` are optional.
+    Accepted forms are ours (`state`, `action`), TRL's (`prompt`, `completion`), `input` with `output`, OpenAI's
+    (`messages`; all from the first answer on are the action) and ShareGPT's (`conversations`, with `from` and `value`).
+    `reward`, or `score`, and `metadata` are optional.
 
     Args:
         data: A JSON object.
@@ -116,15 +120,16 @@ def item_from(data: Any, source: str) -> TrajectoryItem:
     metadata = {str(key): value for key, value in metadata.items()}
     if SEALED in (metadata.get("split"), data.get("split")):
         raise InvalidValue(f"{source} is of the held-out split, which is sealed.", hint="Leave such items out.")
-    if "messages" in data:
-        messages = _messages(data["messages"], f"{source}, messages")
+    field = next((name for name in ("messages", "conversations") if data.get(name)), None)
+    if field is not None:
+        messages = _messages(data[field], f"{source}, {field}")
         first_answer = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), None)
         if not first_answer:
-            raise InvalidValue(f"{source}: messages need a question and an answer of the assistant.", hint=_SHAPES)
+            raise InvalidValue(f"{source}: {field} need a question and an answer of the assistant.", hint=_SHAPES)
         state: Any = messages[:first_answer]
         action: Any = messages[first_answer:]
     else:
-        names = ("state", "action") if "state" in data or "action" in data else ("prompt", "completion")
+        names = next((pair for pair in _PAIRS if data.keys() & pair), ("prompt", "completion"))
         missing = [name for name in names if name not in data]
         if missing:
             raise InvalidValue(f"{source} has no {' and no '.join(missing)}.", hint=_SHAPES)
@@ -183,6 +188,10 @@ def _messages(values: Any, source: str) -> list[Message]:
         raise InvalidValue(f"{source} must be a text or a list of messages.", hint=_SHAPES)
     messages = []
     for number, message in enumerate(values):
+        if isinstance(message, Mapping) and "from" in message and "role" not in message:
+            rest = {name: value for name, value in message.items() if name not in ("from", "value")}
+            role = _SHARED_ROLES.get(str(message["from"]), message["from"])
+            message = rest | {"role": role, "content": message.get("value")}
         if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
             raise InvalidValue(f"{source}[{number}] needs a role of {', '.join(_ROLES)}.", hint=_SHAPES)
         content = message.get("content")

@@ -98,7 +98,7 @@ def build_version(
 
 def import_traces(
     name: Annotated[str, typer.Argument(help="The data set they are for.")],
-    file: Annotated[Path, typer.Argument(help="JSON lines: items, or {messages, reward}; '-': standard input.")],
+    file: Annotated[Path, typer.Argument(help="Items as JSON lines or a JSON list; '-': standard input.")],
 ) -> None:
     """Import traces of an agent framework for the next version: 'toprope data build NAME NAME@inbox'."""
     import sys

@@ -5,6 +5,7 @@ A post is accepted as a whole or not at all.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterable
@@ -46,13 +47,24 @@ class Inbox:
         self.name, self.path = name, DatasetStore(datasets).inbox(name)
 
     def take(self, lines: Iterable[bytes], where: str) -> int:
-        """Add JSON lines and return the number of items.
+        """Add the items of a file and return their number.
+
+        Args:
+            lines: JSON lines, which are parsed one by one, or those of a body as `items_of_body` takes it.
+            where: Name of the file in error messages.
 
         Raises:
             InvalidValue: A line is not an item; nothing was added.
             DiskFull: The disk is full.
         """
-        return self.keep(items_of(lines, where), trusted=True)
+        lines, begun = iter(lines), list[bytes]()
+        for line in lines:
+            begun.append(line)
+            if line.strip():
+                break
+        if not begun or _is_item(begun[-1]):
+            return self.keep(items_of(itertools.chain(begun, lines), where), trusted=True)
+        return self.keep(items_of_body(b"".join([*begun, *lines]), where), trusted=True)
 
     def keep(self, items: Iterable[TrajectoryItem], *, trusted: bool = False) -> int:
         """Add items and return their number.
@@ -90,8 +102,20 @@ class Inbox:
         return len(packed)
 
 
-def items_of_body(body: bytes) -> list[TrajectoryItem]:
-    """Parse a posted body: one item, a list, {"items": [...]}, or JSON lines.
+def _is_item(line: bytes) -> bool:
+    """True if the line is a JSON object by itself, and not a list of items."""
+    try:
+        data = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return isinstance(data, dict) and "items" not in data
+
+
+def items_of_body(body: bytes, source: str = "The post") -> list[TrajectoryItem]:
+    """Parse a body: one item, a list, {"items": [...]}, or JSON lines.
+
+    Args:
+        source: Name of the body in error messages.
 
     Raises:
         InvalidValue: The body has none of these forms.
@@ -99,9 +123,9 @@ def items_of_body(body: bytes) -> list[TrajectoryItem]:
     try:
         data: Any = json.loads(body)
     except RecursionError:
-        raise InvalidValue("The post is nested too deeply.", hint="Nothing was taken.") from None
+        raise InvalidValue(f"{source} is nested too deeply.", hint="Nothing was taken.") from None
     except ValueError:
-        return list(items_of(body.splitlines(), "The post"))
+        return list(items_of(body.splitlines(), source))
     if isinstance(data, dict) and "items" in data:
         data = data["items"]
     data = data if isinstance(data, list) else [data]
