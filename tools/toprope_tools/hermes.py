@@ -10,19 +10,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
 
+from toprope.analysis.findings.diagnosis import told
 from toprope.analysis.reports.report import trackers_of
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, Status
 from toprope.settings.fields import KNOBS, Field, get_value
-from toprope.text_format import call, clip, cut
+from toprope.text_format import call, clip, cut, plural
 from toprope.untrusted import marked
 from toprope.workbench.drafts import Draft
 from toprope_tools.answers.answer import TOKEN_BUDGET
@@ -56,12 +58,11 @@ FIELDS: Mapping[str, str] = {
     "save_checkpoint_interval": "logging.save_steps",
 }
 """Field of Hermes -> ours. `batch_size` counts answers there and groups here (`rollout.groups_per_step`)."""
-_BATCH = "batch_size"
+_BATCH, _WANDB = "batch_size", "use_wandb"
 _STATES = {"queued": "pending", "validating": "starting", "lost": "failed"}
 _RUNNING = frozenset({"training", "evaluating", "paused"})
 _PROCESSES = {"api": "api", "trainer": "trainer", "environment": "env"}
-_MOST_RUNS = 100
-_SCALES = {"small", "medium", "large"}
+_MOST_RUNS, _SCALES = 100, {"small", "medium", "large"}
 
 
 @dataclass
@@ -127,7 +128,7 @@ async def rl_get_current_config(workshop: Workshop, who: str) -> dict[str, Any]:
     for name, ours in _fields(draft).items():
         field_entry = {
             "name": name,
-            "type": "integer" if name == _BATCH else "boolean" if name == "use_wandb" else ours.type_text,
+            "type": "integer" if name == _BATCH else "boolean" if name == _WANDB else ours.type_text,
             "default": _value_for_hermes(name, ours.default, draft),
             "description": (marked if ours.name.startswith(f"{KNOBS}.") else clip)(ours.description, 120),
             "current_value": _value_for_hermes(name, get_value(draft.config, ours), draft),
@@ -160,23 +161,27 @@ async def rl_edit_config(workshop: Workshop, who: str, *, field: str, value: Any
     if ours not in draft.fields:
         raise NotFound(f"Unknown field '{clip(field, 80)}'.", hint=f"Available fields: {', '.join(fields)}.")
     our_value = value
-    if field == "use_wandb" and isinstance(value, bool):
-        our_value = "online" if value else "disabled"
+    if field in (_WANDB, _BATCH) and isinstance(value, str):  # as clients send numbers and booleans
+        with suppress(ValueError):
+            our_value = json.loads(value.lower())
+    if field == _WANDB and isinstance(our_value, bool):
+        our_value = "online" if our_value else "disabled"
     elif field == _BATCH:
         size = draft.config.rollout.group_size
-        if isinstance(value, bool) or not isinstance(value, int) or value < size or value % size:
+        if isinstance(our_value, bool) or not isinstance(our_value, int) or our_value < size or our_value % size:
             raise InvalidValue(
                 f"batch_size {clip(str(value), 40)} is not a multiple of group_size {size}.",
                 hint="A step takes whole groups; set group_size first.",
             )
-        our_value = value // size
+        our_value //= size
     await drafts.edit_config(workshop, draft_id=draft.id, changes={ours: our_value})
     changed = await _draft(workshop, who)
-    current_config = {
-        name: _value_for_hermes(name, get_value(changed.config, our_field), changed)
-        for name, our_field in _fields(changed).items()
-    }
-    return {"message": f"Updated {field} = {cut(value, 200)}", "field": field, "value": value, "config": current_config}
+    current_config = _values(changed)
+    message = f"Updated {field} = {cut(value, 200)}"
+    if changed.config.rollout.group_size != draft.config.rollout.group_size:
+        groups = plural(changed.config.rollout.groups_per_step, "group")
+        message += f"; {_BATCH} is now {current_config[_BATCH]}, because a step takes {groups}"
+    return {"message": message, "field": field, "value": value, "config": current_config}
 
 
 async def rl_start_training(
@@ -192,19 +197,16 @@ async def rl_start_training(
         raise
     run_id = str(answer.data.model_dump()["run_id"])
     folder = workshop.runs.folder(run_id)
-    current_config = {
-        name: _value_for_hermes(name, get_value(draft.config, our_field), draft)
-        for name, our_field in _fields(draft).items()
-    }
     return {
         "run_id": run_id,
         "status": "starting",
         "environment": draft.environment.name,
-        "config": current_config,
+        "config": _values(draft),
         **_tracker(folder),
         "config_path": str(folder.spec),
         "logs": _logs(folder),
         "message": "Training starting. Use rl_check_status(run_id) to monitor.",
+        "warnings": [line for line in answer.text.splitlines() if line.startswith("Warning (")],
     }
 
 
@@ -214,10 +216,9 @@ async def rl_check_status(workshop: Workshop, *, run_id: str, client: Client = U
     Raises:
         NotFound: There is no such run.
     """
-    answer = await states.check_status(workshop, run_ids=[run_id], client=client)
-    run = answer.data.model_dump()["runs"][0]
-    news = run["states"] or run["events"]
-    if run["state"] in LIVE and not run["fresh"] and not news and run["next_numbers_in_s"]:
+    run = (await states.check_status(workshop, run_ids=[run_id], client=client)).data.model_dump()["runs"][0]
+    news = run["fresh"] or run["states"] or run["events"]
+    if run["state"] in LIVE and not news and run["next_numbers_in_s"]:
         seconds_left = run["next_numbers_in_s"]
         return {
             "rate_limited": True,
@@ -243,6 +244,7 @@ async def rl_check_status(workshop: Workshop, *, run_id: str, client: Client = U
             "percent_correct": numbers.get("success"),
             "eval_percent_correct": evaluations[-1] if evaluations else None,
         },
+        "findings": _findings(status),
     }
     return report if status.failure is None else {**report, "error": marked(status.failure.reason, 400)}
 
@@ -283,6 +285,7 @@ async def rl_get_results(workshop: Workshop, *, run_id: str) -> dict[str, Any]:
         "history": history[::-1][::every][::-1],
         "weights": run_results.get("weights"),
         "checkpoint": run_results.get("checkpoint"),
+        "findings": _findings(status),
     }
 
 
@@ -290,13 +293,8 @@ async def rl_list_runs(workshop: Workshop) -> dict[str, Any]:
     """List the newest runs."""
     statuses = await to_thread.run_sync(workshop.statuses)
     runs = [
-        {
-            "run_id": status.run_id,
-            "environment": status.environment,
-            "status": _state(status),
-            "wandb_run_name": status.run_id,
-        }
-        for status in statuses[:_MOST_RUNS]
+        {"run_id": one.run_id, "environment": one.environment, "status": _state(one), "wandb_run_name": one.run_id}
+        for one in statuses[:_MOST_RUNS]
     ]
     return {"runs": runs, "count": len(statuses)}
 
@@ -403,11 +401,18 @@ async def _draft(workshop: Workshop, who: str) -> Draft:
 def _fields(draft: Draft) -> dict[str, Field]:
     """The fields of a draft by Hermes' names, and its knobs by their own."""
     hermes_fields = {name: draft.fields[ours] for name, ours in FIELDS.items()}
-    hermes_fields[_BATCH] = draft.fields["rollout.groups_per_step"]
+    meaning = "Answers per optimizer step, in whole groups of group_size."
+    hermes_fields[_BATCH] = replace(draft.fields["rollout.groups_per_step"], description=meaning)
     knobs = {
         name.removeprefix(f"{KNOBS}."): knob for name, knob in draft.fields.items() if name.startswith(f"{KNOBS}.")
     }
     return {**knobs, **hermes_fields}
+
+
+def _values(draft: Draft) -> dict[str, Any]:
+    return {
+        name: _value_for_hermes(name, get_value(draft.config, ours), draft) for name, ours in _fields(draft).items()
+    }
 
 
 def _value_for_hermes(name: str, value: Any, draft: Draft) -> Any:
@@ -420,6 +425,15 @@ def _value_for_hermes(name: str, value: Any, draft: Draft) -> Any:
 
 def _state(status: Status) -> str:
     return "running" if status.state in _RUNNING else _STATES.get(status.state, status.state)
+
+
+def _findings(status: Status) -> list[dict[str, str]]:
+    """The present findings: rule, level, and what to know and to do."""
+    return [
+        {"rule": clip(one.rule, 80), "level": one.level}
+        | {name: told(one.rule, text, 240) for name, text in (("what", one.what), ("next", one.next))}
+        for one in status.findings
+    ]
 
 
 def _logs(folder: RunFolder) -> dict[str, str]:

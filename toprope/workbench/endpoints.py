@@ -149,7 +149,7 @@ def require_keys(models: Sequence[ModelUnderTest], settings: OwnerSettings, sett
         raise InvalidValue(
             f"A key is missing: {names}. Nothing was sent or started.",
             hint=f"The owner puts it into {settings_file}: variables: {{{MODELS}: {{{first}: <the key>}}}}. Until then "
-            f'test_inference(models=["{BASE}"]) measures the draft\'s own policy without any key.',
+            f'test_inference(models=["{BASE}"]) measures the draft\'s own policy without these keys.',
         )
 
 

@@ -46,6 +46,7 @@ rl_start_training, rl_check_status, rl_get_results. Runs continue without you. \
 
 hermes_tools = ToolGroup()
 _FIRST = "rl_list_environments lists the environments."
+_FIELDS = "rl_get_current_config shows the fields and locks of the selected environment."
 _RUNS = "rl_list_runs lists the runs."
 
 
@@ -103,7 +104,7 @@ async def rl_get_current_config(ctx: Context) -> CallToolResult:
     return await _json_result(hermes.rl_get_current_config(workshop_of(ctx), name_of(ctx)))
 
 
-@hermes_tools.tool("Edit the configuration", ADDS, toolset="hermes", on_failure=_FIRST)
+@hermes_tools.tool("Edit the configuration", ADDS, toolset="hermes", on_failure=_FIELDS)
 async def rl_edit_config(
     ctx: Context,
     field: Annotated[str, Field(description="Its name in rl_get_current_config.")],

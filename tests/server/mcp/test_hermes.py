@@ -19,6 +19,7 @@ from toprope_tools.workshop import Workshop
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.tools_house import become, make_workshop, start_run, step
 from toprope.records.run.specification import TestPlan
+from toprope.records.run.status import Finding
 from toprope.settings.owner import Home
 
 TEN = {
@@ -131,6 +132,41 @@ def test_a_training_as_a_skill_for_hermes_does_it(house):
 
     talk(shop, work)
     assert not launcher.held
+
+
+def test_values_that_come_as_texts_are_read_and_a_changed_batch_is_told(house):
+    async def work(_, call):
+        await call("rl_select_environment", name="sort_letters")
+        edited = await call("rl_edit_config", field="batch_size", value="64")
+        assert (edited["config"]["batch_size"], edited["message"]) == (64, "Updated batch_size = 64")
+        edited = await call("rl_edit_config", field="use_wandb", value="False")
+        assert edited["config"]["use_wandb"] is False
+        edited = await call("rl_edit_config", field="group_size", value="4")
+        assert edited["message"].endswith("; batch_size is now 32, because a step takes 8 groups")
+        fields = {one["name"]: one for one in (await call("rl_get_current_config"))["configurable_fields"]}
+        assert fields["batch_size"]["description"].startswith("Answers per optimizer step")
+        refused = (await call("rl_edit_config", field="group_size", value="several"))["error"]
+        assert "rl_get_current_config shows the fields and locks of the selected environment." in refused
+
+    talk(house[0], work)
+
+
+def test_warnings_and_findings_are_told(house):
+    shop, _ = house
+    settle(shop, preset="cpu-embedded")
+    found = Finding(rule="truncated", level="warning", what="Answers are cut off.", next="allow longer answers", step=9)
+
+    async def work(_, call):
+        await call("rl_select_environment", name="sort_letters")
+        started = await call("rl_start_training")
+        assert any(line.startswith("Warning (unknown_task)") for line in started["warnings"])
+        run_id = started["run_id"]
+        become(shop.runs.folder(run_id), "training", training_at=time.time(), findings=[found])
+        expected = {"rule": "truncated", "level": "warning", "what": found.what, "next": found.next}
+        for tool in ("rl_check_status", "rl_get_results"):
+            assert (await call(tool, run_id=run_id))["findings"] == [expected]
+
+    talk(shop, work)
 
 
 @pytest.mark.parametrize(
