@@ -272,3 +272,10 @@ def test_what_one_driver_does_alone_conflicts_with_several() -> None:
     config.rollout.max_staleness = 8
     config.environment.curriculum = {"knob": "size", "levels": [1, 2]}
     assert any("environment.curriculum needs one driver" in one for one in config.conflicts())
+
+
+def test_trainer_without_its_algorithm_is_refused_with_the_cure():
+    config = Config()
+    config.algorithm.trainer = "mine.py:Mine"
+    [told] = [one for one in config.conflicts() if "algorithm.trainer" in one]
+    assert 'set it to ""' in told

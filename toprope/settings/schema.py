@@ -403,7 +403,7 @@ class Config(BaseModel, extra="forbid", validate_assignment=True):
             found.append(
                 "algorithm.name custom needs algorithm.trainer, such as 'reinforce.py:Reinforce'."
                 if algorithm.name == "custom"
-                else f"algorithm.trainer is for algorithm.name custom; the name is {algorithm.name}."
+                else f'algorithm.trainer is for algorithm.name custom; set it to "" with {algorithm.name}.'
             )
         if self.launcher.driver_count > 1:
             need = "needs one driver (launcher.drivers, launcher.nodes - 1)"

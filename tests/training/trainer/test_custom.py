@@ -314,8 +314,9 @@ def test_trainer_is_found_by_name_of_its_method(tmp_path):
 
     by_name = found("orchestrator_grpo")
     assert by_name is not None and (by_name.file, by_name.attribute) == (made.file, "Other")
-    with pytest.raises(InvalidValue, match="nor the name of a method"):
+    with pytest.raises(InvalidValue, match="nor the name of a method") as unknown:
         found("orchestrator_sft")
+    assert "orchestrator_grpo, mine.py:" in str(unknown.value.hint)
 
 
 def test_custom_trainer_learns_in_real_crew(tmp_path, tiny_policy):

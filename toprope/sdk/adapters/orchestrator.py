@@ -106,7 +106,9 @@ class Orchestrator(Environment):
             for knob_name in ("usd", "seconds", "watts"):
                 for tool, value in getattr(self, knob_name).items():
                     if tool not in self.tools:
-                        raise ValueError(f"{knob_name} names {tool!r}, which is not in tools")
+                        raise ValueError(
+                            f"{knob_name} names {tool!r}, which is not in tools: with other tools set {knob_name} anew"
+                        )
                     if value < 0:
                         raise ValueError(f"{knob_name} of {tool} is negative")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ _LONGEST = 1000
 _LARGEST = 10.0**300
 _MOST_BITS = 4000
 _MOST_DIGITS = 400
+_PERCENT = re.compile(r"([\d.]+)%(?!\s*[\w(.])")
+_CALL = re.compile(r"[A-Za-z_]\w*\s*\(")
 
 
 def _rounded(value: Any, digits: Any = 0) -> Any:
@@ -51,8 +54,9 @@ def calculate(text: str) -> int | float:
         raise InvalidRequest(f"An expression may have {_LONGEST} characters; this one has {len(text)}.")
     source = text.strip().rstrip("=?").strip()
     for sign, operator_text in (("×", "*"), ("·", "*"), ("÷", "/"), ("−", "-"), ("^", "**"), (",", "")):
-        if sign != "," or "(" not in source:
+        if sign != "," or not _CALL.search(source):  # there a comma separates arguments
             source = source.replace(sign, operator_text)
+    source = _PERCENT.sub(r"(\1/100)", source)
     try:
         tree = ast.parse(source, mode="eval")
         value = _value(tree.body)

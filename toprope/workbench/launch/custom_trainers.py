@@ -69,6 +69,12 @@ def _classes(file: Path) -> list[str]:
 
 def _find_registered(name: str, folders: Sequence[Path]) -> str | None:
     """Return the `file.py:Class` of the class that registers a method of this name, the first in the folders' order."""
+    return _registered(folders).get(name)
+
+
+def _registered(folders: Sequence[Path]) -> dict[str, str]:
+    """Return the methods that classes register, each with the `file.py:Class` of the first that does."""
+    methods: dict[str, str] = {}
     for folder in folders:
         for file in sorted(folder.glob("*.py")):
             try:
@@ -76,9 +82,10 @@ def _find_registered(name: str, folders: Sequence[Path]) -> str | None:
             except (OSError, SyntaxError, ValueError):
                 continue
             for definition in tree.body:
-                if isinstance(definition, ast.ClassDef) and name in map(_method, definition.body):
-                    return f"{file.name}:{definition.name}"
-    return None
+                if isinstance(definition, ast.ClassDef):
+                    for method in filter(None, map(_method, definition.body)):
+                        methods.setdefault(method, f"{file.name}:{definition.name}")
+    return methods
 
 
 def _method(line: ast.stmt) -> str | None:
@@ -92,7 +99,7 @@ def _method(line: ast.stmt) -> str | None:
 def _hint_of_known(folders: Sequence[Path], settings_file: Path) -> str:
     if not folders:
         return f"The owner names folders with trainers in {settings_file}: trainers: [my-trainers]."
-    trainers = []
+    trainers = [*_registered(folders)]
     for folder in folders:
         for file in sorted(folder.glob("*.py"))[:50]:
             try:
