@@ -56,6 +56,12 @@ def test_report_has_intervals_and_says_if_accuracy_rose(specification, status):
     assert build(specification, status, {}, []).rose is None
 
 
+def test_evaluation_of_several_policy_versions_names_them(specification, status):
+    spread = evaluation("step-5", 6) | {"newest_version": 9}
+    found = build(specification, status, {"before": evaluation("before", 6), "step-5": spread}, []).evaluations
+    assert (found["before"].versions, found["step-5"].versions) == ("", " (policy versions 4 to 9)")
+
+
 def test_report_has_times_steps_and_history(specification, status):
     events = [
         Event(seq=1, at=108.0, kind="state", data={"from": "starting", "to": "training"}),

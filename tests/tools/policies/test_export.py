@@ -17,7 +17,7 @@ from openai import AuthenticationError, OpenAI
 from tests.support.run_engines import GGUF
 from tests.support.services.hub_stand_in import HubStandIn
 from tests.support.tools_house import become
-from tests.tools.policies.house import export, greedy, toprope, trained
+from tests.tools.policies.house import evaluation, export, greedy, toprope, trained
 from toprope.errors import ComponentFailed, InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.records.run.checkpoints import checkpoint_of, seal
 from toprope.records.run.manifest import Manifest, Policy
@@ -82,6 +82,8 @@ def test_policy_is_exported_with_card_of_its_step(shop, full, base):
     assert str(shop.home.path) not in card and str(base) not in card
     record = json.loads((folder / "toprope.json").read_text())
     assert record["step"] == 4 and {"model.safetensors", "README.md"} <= set(record["files"])
+    overtaken = evaluation("step-2", 2, 30) | {"newest_version": 3}
+    full.evaluation("step-2").write_text(json.dumps(overtaken))
     earlier = export(shop, f"{full.run_id}@2")
     assert "step 2 was not evaluated" in (shop.home.exports / earlier.data.path / "README.md").read_text()
     assert not torch.equal(logits(earlier.data.path), logits(folder))

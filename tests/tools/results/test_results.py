@@ -48,5 +48,10 @@ def test_results_of_live_run_are_of_one_moment(house):
     assert " 11 steps. It has not ended" in limited.text and "of training" not in limited.text
     become(folder, "training", checkpoint={"step": 20, "path": "checkpoints/step-000020"})
     measured = {"accuracy": 0.5, "tasks": 10, "successes": 5, "split": "validation"}
-    write_json(folder.evaluation("step-40"), {"version": 1, "label": "step-40", "sampled": measured, "greedy": None})
-    assert " 40 steps. It has not ended" in do(get_results, shop, run_id=folder.run_id).text
+    write_json(
+        folder.evaluation("step-40"),
+        {"version": 1, "label": "step-40", "sampled": measured, "greedy": None}
+        | {"policy_version": 42, "newest_version": 51},
+    )
+    text = do(get_results, shop, run_id=folder.run_id).text
+    assert " 40 steps. It has not ended" in text and "on 10 tasks (policy versions 42 to 51)" in text

@@ -22,6 +22,7 @@ from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.driver.contamination import ContaminationTracker, normalized_words, write_contamination
 from toprope.training.evaluation.evaluator import Evaluator
+from toprope.training.inference.sessions import Turn
 from toprope.training.judges import judging, questions
 from toprope.training.rollouts import environment_set, sampled_group
 from toprope.training.rollouts.environment_set import EnvironmentSet
@@ -277,14 +278,18 @@ def test_games_that_ask_for_no_answer_are_measured(tmp_path):
     async def work(
         evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
     ) -> None:
-        outcome = Outcome(1.0, success=True)
+        outcome, turns = Outcome(1.0, success=True), []
 
         async def sample(split: str, index: int, size: int, sampling: Any) -> SampledGroup:
-            return SampledGroup(f"t{index}", ask("Your seat: 1"), [""], [outcome], [[]], 0.1)
+            return SampledGroup(f"t{index}", ask("Your seat: 1"), [""], [outcome], turns or [[]], 0.1)
 
         environments.sample = sample  # type: ignore[method-assign]
         summary = await evaluator.evaluate_validation("step-5", 2)
         assert summary["accuracy"] == 1.0 and summary["policy_version"] is None
+        turns.append([Turn([1], [2], [-0.1], [(version, 1)], "stop") for version in (52, 61)])
+        summary = await evaluator.evaluate_validation("step-50", 2)
+        assert (summary["policy_version"], summary["newest_version"]) == (52, 61)
+        turns.clear()
         outcome = Outcome(0.0, error="boom")
         with pytest.raises(ComponentFailed, match="the first: boom") as failed:
             await evaluator.evaluate_validation("step-6", 2)

@@ -234,7 +234,7 @@ def _evaluations(report: Results, specification: Specification, *, judged: bool)
         if evaluation.sampled is None:
             continue
         line = f"{label}: {accuracy_on(evaluation.split)} {accuracy(evaluation.sampled)}"
-        line += f" on {plural(evaluation.sampled.tasks, 'task')}"
+        line += f" on {plural(evaluation.sampled.tasks, 'task')}{evaluation.versions}"
         if evaluation.greedy is not None:
             line += f"; greedy {accuracy(evaluation.greedy)}"
         lines.append(line + _counts_text(evaluation.sampled) + ".")

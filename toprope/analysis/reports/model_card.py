@@ -106,7 +106,8 @@ def model_card(exported: Exported) -> str:
 
 
 def _is_of_step(exported: Exported, evaluation: Evaluation) -> bool:
-    return evaluation.policy_version == exported.policy_version and evaluation.sampled is not None
+    same = evaluation.policy_version == exported.policy_version and not evaluation.versions
+    return same and evaluation.sampled is not None
 
 
 def _describe_model(model: str) -> str:

@@ -182,7 +182,7 @@ def _evaluations(run: RunRecords) -> list[Block]:
                 continue
             rows.append(
                 [
-                    f"{label}, {how}",
+                    f"{label}{evaluation.versions}, {how}",
                     evaluation.split,
                     str(measured.tasks),
                     percent(measured.accuracy),

@@ -222,6 +222,7 @@ def evaluation_of(label: str, content: Mapping[str, Any]) -> Evaluation:
         return Evaluation(
             split=content["sampled"].get("split", ""),
             policy_version=content.get("policy_version"),
+            newest_version=content.get("newest_version"),
             seconds=content.get("seconds"),
             sampled=_accuracy(content["sampled"]),
             greedy=_accuracy(content.get("greedy")),

@@ -58,11 +58,20 @@ class Evaluation(BaseModel):
 
     split: str = ""
     policy_version: int | None = None
+    newest_version: int | None = None
+    """That of the newest token, if training went on meanwhile; `policy_version` is the oldest."""
     seconds: float | None = None
     sampled: Accuracy | None = None
     greedy: Accuracy | None = None
     environments: dict[str, EnvironmentAccuracy] = {}
     """Per environment if the run has several; the figures above pool the tasks of the same split."""
+
+    @property
+    def versions(self) -> str:
+        """Words for the policy versions that answered; empty if it was one."""
+        if self.newest_version in (None, self.policy_version):
+            return ""
+        return f" (policy versions {self.policy_version} to {self.newest_version})"
 
 
 class Example(BaseModel):

@@ -176,6 +176,7 @@ class Evaluator:
             "label": label,
             "at": began,
             "policy_version": _oldest_version(groups),
+            "newest_version": max(_versions(groups), default=None),
             "temperature": self._sampling.temperature,
             "evaluator": dict(self._digests()),
             "sampled": sampled,
@@ -284,7 +285,7 @@ def status_summary(result: Mapping[str, Any]) -> dict[str, Any]:
         summary["environments"] = {
             label: {key: figures[key] for key in keys if key in figures} for label, figures in environments.items()
         }
-    return summary | {"seconds": result["seconds"], "policy_version": result["policy_version"]}
+    return summary | {name: result.get(name) for name in ("seconds", "policy_version", "newest_version")}
 
 
 def results_by_task(groups: list[SampledGroup]) -> dict[str, Any]:
