@@ -26,8 +26,8 @@ class TrainerSection(Section):
     )
     loss: Literal["importance_sampling", "ppo", "cispo"] = Field(
         "importance_sampling",
-        description="For tinker: the service's loss on groups, summed over tokens. ppo and cispo clip the ratio at 1 - "
-        "algorithm.epsilon and 1 + algorithm.epsilon_high. Demonstrations use cross_entropy.",
+        description="For tinker: the service's loss on groups, averaged over tokens. ppo and cispo clip the ratio at "
+        "1 - algorithm.epsilon and 1 + algorithm.epsilon_high. Demonstrations use cross_entropy.",
     )
 
 
