@@ -7,6 +7,7 @@ import pytest
 from tests.support import records
 from toprope.analysis.reports.handoff import Standing, handoff
 from toprope.analysis.reports.headline import headline, share_done, standard_lines
+from toprope.records.experiments import Experiment, Figures
 from toprope.records.run.tested_models import Measurement, StandardScore
 
 
@@ -44,8 +45,26 @@ def test_handoff_names_the_best_of_all_kinds_of_runs():
     text = handoff(Standing(runs, [], {}, []))
     assert "- run-b: sft, completed, words, held-out accuracy (sampled) 90.0%" in text
     assert "- run-d: sweep, completed, words, winner: held-out accuracy (sampled) 60.0%" in text
-    assert 'fork_config(run_id="run-b") starts from the best in words: held-out accuracy (sampled) 90.0%' in text
+    assert 'fork_config(run_id="run-b") starts from the highest figure in words, not compared: held-out' in text
     assert "run-c" not in text
+
+
+def test_handoff_prefers_figures_that_rest_on_many_tasks():
+    runs = [
+        status("run-few", evaluations={"after": measured(0.8, 20)}, ended_at=9),
+        status("run-many", evaluations={"after": measured(0.75, 500)}, ended_at=9),
+    ]
+    assert 'fork_config(run_id="run-many")' in handoff(Standing(runs, [], {}, []))
+
+
+def test_handoff_leaves_the_noise_of_means_to_comparisons():
+    figures = {
+        run: Figures(state="completed", accuracy=accuracy, tasks=200, configuration="one", measured="these")
+        for run, accuracy in (("run-a", 0.54), ("run-b", 0.61))
+    }
+    entry = Experiment(id="exp-a", at=1, updated_at=1, environment="words", hypothesis="h", figures=figures)
+    text = handoff(Standing([], [entry], {}, []))
+    assert "Best experiment in words: 57.5%, exp-a.\n" in text
 
 
 def test_standard_scores_of_other_conditions_do_not_share_a_line():

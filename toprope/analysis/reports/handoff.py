@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from toprope.analysis.reports.headline import HELDOUT, accuracy_on, headline
-from toprope.analysis.statistics.plateau import comparable, noise_floor, plateau
+from toprope.analysis.statistics.plateau import comparable, plateau
 from toprope.records.experiments import Experiment, Figures
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import sweep_of
@@ -126,12 +126,9 @@ def _learned(standing: Standing) -> list[str]:
         measured = comparable(experiments)
         if measured:
             best = max(measured, key=lambda entry: entry.accuracy or 0.0)
-            floor = noise_floor(measured)
             line = f"Best experiment in {name}: {percent(best.accuracy)}, {best.id}"
             if best.runs:
                 line += f" ({best.runs[0]})"
-            if floor is not None:
-                line += f"; noise floor {100 * floor[0]:.1f} points"
             if len(measured) > 3:
                 line += f"; the best of {len(measured)} is biased upwards"
             lines.append(f"{line}.")
@@ -169,23 +166,25 @@ def _worth_telling(run: Status) -> bool:
 
 
 def _best(standing: Standing) -> dict[str, tuple[float, str, str]]:
-    """Return each environment's best run by held-out accuracy, of all runs and experiments: accuracy, id, words."""
+    """Return each environment's best run by held-out accuracy, of all runs and experiments: bound, id, words.
+
+    The lower end of the interval ranks them, because figures on few tasks are the highest by chance.
+    """
     bests: dict[str, tuple[float, str, str]] = {}
 
-    def offer(environment: str, accuracy: float, run_id: str, words: str) -> None:
-        if environment not in bests or accuracy > bests[environment][0]:
-            bests[environment] = (accuracy, run_id, words)
+    def offer(environment: str, low: float, run_id: str, words: str) -> None:
+        if environment not in bests or low > bests[environment][0]:
+            bests[environment] = (low, run_id, words)
 
     for run in standing.runs:
         result = headline(run) if _worth_telling(run) and not sweep_of(run.run_id) else None
         if result is not None and result.heldout:
-            offer(run.environment, result.accuracy, run.run_id, str(result))
+            offer(run.environment, result.low, run.run_id, str(result))
     for entry in standing.experiments:
         for run_id, figures in entry.figures.items():
             if figures.accuracy is not None:
-                offer(
-                    entry.environment, figures.accuracy, run_id, f"{accuracy_on(HELDOUT)} {percent(figures.accuracy)}"
-                )
+                low = figures.accuracy if figures.low is None else figures.low
+                offer(entry.environment, low, run_id, f"{accuracy_on(HELDOUT)} {percent(figures.accuracy)}")
     return bests
 
 
@@ -227,7 +226,7 @@ def _next(standing: Standing) -> list[str]:
     if fresh := _ended_unnoted(standing):
         calls.append(f'get_results(run_id="{fresh[0].run_id}"), then note_experiment')
     for name, (_, run_id, words) in list(_best(standing).items())[:_BESTS]:
-        calls.append(f'fork_config(run_id="{run_id}") starts from the best in {name}: {words}')
+        calls.append(f'fork_config(run_id="{run_id}") starts from the highest figure in {name}, not compared: {words}')
     if not calls:
         calls.append("list_environments() or get_config of a draft")
     return ["NEXT", *(f"- {call}" for call in calls)]
