@@ -173,7 +173,7 @@ def test_reader_includes_teacher_demonstrations(home: Path):
     [item] = RunReader(folder)
     assert item.state == [{"role": "user", "content": "q"}] and len(item.action) == 3
     assert (item.metadata["teacher"], item.metadata["text"]) == ("solver", "messages")
-    assert item.metadata["success"] is True
+    assert item.metadata["success"] is True and item.metadata["tokens"] is None, "none were sampled"
 
 
 def test_items_of_a_data_set_keep_their_verdict(home: Path):
@@ -262,6 +262,10 @@ def test_best_of_a_task_pass_all_filters(tmp_path: Path):
     journal(folder, [group(1, talks, [1.0, 0.5, 0.0], answers=["lo\n[...]\nng", "short", "wrong"])])
     [item] = exported(tmp_path, {"whole": True, "per_task": 1}, [folder])
     assert (item.action, item.reward) == ("short", 0.5)
+
+
+def test_items_of_a_limited_export_add_up(tmp_path: Path, home: Path):
+    assert len(exported(tmp_path, {"success": True, "limit": 2}, [words_run(home / "runs", 4, "limited")])) == 2
 
 
 def test_best_of_a_task_come_once(tmp_path: Path, home: Path):

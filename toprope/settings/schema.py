@@ -191,7 +191,7 @@ class SftSection(Section):
         description="A data set to learn from instead of a teacher: 'best@v2', or 'best' for its newest version.",
     )
     tasks: int = Field(256, ge=1, le=1_000_000, description="Training tasks to demonstrate.")
-    traces_per_task: int = Field(2, ge=1, le=64, description="Demonstrations of each task.")
+    traces_per_task: int = Field(2, ge=1, le=64, description="Most different demonstrations of each task.")
     attempts: int = Field(3, ge=1, le=64, description="Attempts at a demonstration; only correct ones are kept.")
     temperature: float = Field(0.7, ge=0, le=5, description="Sampling temperature of a teacher model.")
     max_new_tokens: int = Field(1024, ge=1, le=131_072, description="Longest answer of a teacher model, in tokens.")

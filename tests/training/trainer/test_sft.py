@@ -139,12 +139,13 @@ class Add(Environment):
             yield Task(f"{a} + 1?", reference=str(a + 1))
 
     def score(self):
-        return self.answer == self.task.reference
+        return self.answer.strip() == self.task.reference
 
     def solve(self, variant=0):
         if SILENT:
             return None
-        return self.task.reference if (variant // 1000 + int(self.task.prompt.split()[0])) % 3 else "no idea"
+        number = int(self.task.prompt.split()[0])  # demonstrations of odd ones differ
+        return self.task.reference + " " * variant * (number % 2) if (variant // 1000 + number) % 3 else "no idea"
 '''
 
 
@@ -204,16 +205,17 @@ def collected(
 
 def test_solved_tasks_are_kept_and_cached(tmp_path: Path):
     once = collected(tmp_path, 12, attempts=1)
-    assert 0 < len(once) < 24 and all(trace.messages[-1]["role"] == "assistant" for trace in once)
+    assert 0 < len(once) < 18 and all(trace.messages[-1]["role"] == "assistant" for trace in once)
     assert all(trace.reward == 1 and trace.teacher == "solver" and trace.first_messages == 1 for trace in once)
     more = collected(tmp_path, 12, attempts=3)
-    assert len(more) == 24 and {(trace.task_id, trace.variant) for trace in once} <= {
-        (trace.task_id, trace.variant) for trace in more
-    }
+    tasks = {trace.task_id: int(trace.messages[0]["content"].split()[0]) for trace in more}
+    assert len(tasks) == 12 and len(more) == sum(1 + number % 2 for number in tasks.values())
+    assert {(trace.task_id, trace.variant) for trace in once} <= {(trace.task_id, trace.variant) for trace in more}
     [cache] = (tmp_path / "home" / "traces").iterdir()
     lines = cache.read_text().count("\n")
-    assert len(collected(tmp_path, 12)) == 24 and cache.read_text().count("\n") == lines
-    assert len(collected(tmp_path, 3, regenerate=True)) == 6 and cache.read_text().count("\n") == 7
+    assert collected(tmp_path, 12) == more and cache.read_text().count("\n") == lines
+    few = collected(tmp_path, 3, regenerate=True)
+    assert few == more[: len(few)] and cache.read_text().count("\n") == 1 + len(few)
 
 
 def test_demonstrations_within_fewer_turns_are_collected_anew():
@@ -240,7 +242,7 @@ def test_task_that_ends_the_worker_costs_only_itself(tmp_path: Path, monkeypatch
     monkeypatch.setitem(globals(), "ADD", fatal)
     reports: list[Any] = []
     found = collected(tmp_path, 24, call_s=2.0, report=reports.append)
-    assert len({trace.task_id for trace in found}) == 22 and len(found) == 44
+    assert len({trace.task_id for trace in found}) == len(found) == 22
     assert [report.number for report in reports if isinstance(report, Renewed)] == [1, 2]
 
 

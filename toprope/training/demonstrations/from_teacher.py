@@ -128,7 +128,7 @@ class DemonstrationCollector:
         self._unsolved_in_a_row, self._solved = 0, 0
 
     async def collect(self, tasks: int) -> list[Trace]:
-        """Demonstrations of the first `tasks` training tasks, up to `sft.traces_per_task` of each.
+        """Demonstrations of the first `tasks` training tasks, up to `sft.traces_per_task` different ones of each.
 
         Raises:
             ComponentFailed: The teacher solved no task.
@@ -146,10 +146,12 @@ class DemonstrationCollector:
                 with suppress(WorkerError):  # a task that ended the worker is given up
                     for variant in range(self._section.traces_per_task):
                         trace, is_new = await self._try_to_solve(index, variant, known)
-                        if trace is not None:
+                        if trace is None:
+                            continue
+                        if is_new:
+                            fresh.append(trace)
+                        if trace.messages not in [earlier.messages for earlier in traces_by_task[index]]:
                             traces_by_task[index].append(trace)
-                            if is_new:
-                                fresh.append(trace)
             done += 1
             self._count_task(bool(traces_by_task[index]))
             self._progress("collecting demonstrations", done, tasks)

@@ -197,7 +197,7 @@ class RunReader:
                     "truncated": False,
                     "error": None,
                     "parts": trace.parts,
-                    "tokens": 0,
+                    "tokens": None,
                     "text": "messages",
                     "teacher": trace.teacher,
                 },

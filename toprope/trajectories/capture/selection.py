@@ -108,11 +108,11 @@ class Query:
                 left_out["filters"] += 1
             elif best is not None and not best.take(item):
                 left_out["not among the best of the task"] += 1
-            elif self.limit is not None and count >= self.limit:
-                return
             else:
                 count += 1
                 yield item
+                if count == self.limit:
+                    return  # before another item is read, which would count as neither kept nor left out
 
     def asked(self) -> dict[str, Any]:
         """Return the filters that are set, for a record."""
