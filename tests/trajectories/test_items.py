@@ -264,6 +264,12 @@ def test_best_of_a_task_pass_all_filters(tmp_path: Path):
     assert (item.action, item.reward) == ("short", 0.5)
 
 
+def test_items_tell_the_curriculum_level_of_their_task(home: Path):
+    folder = make_run(home / "runs")
+    journal(folder, [group(1, [asked("q", "a")], [1.0], variant="level-2"), group(2, [asked("q", "a")], [1.0])])
+    assert [item.metadata.get("variant") for item in RunReader(folder)] == ["level-2", None]
+
+
 def test_items_of_a_limited_export_add_up(tmp_path: Path, home: Path):
     assert len(exported(tmp_path, {"success": True, "limit": 2}, [words_run(home / "runs", 4, "limited")])) == 2
 

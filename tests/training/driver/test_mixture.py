@@ -367,6 +367,7 @@ def test_curriculum_advances_on_validation_and_resumes(tmp_path: Path, monkeypat
     async def work(environments: EnvironmentSet) -> tuple[TaskSampler, TaskSampler, TaskSampler]:
         api = Api(40)
         first = await produced(member, environments, api)
+        assert {one.variant for one in api.groups if one.environment == "sums"} == {"level-0", "level-1", "level-2"}
         member.attempt = 2
         checkpoint = tmp_path / "step-000050"
         checkpoint.mkdir()  # of a trainer of one's own, with fewer versions than steps

@@ -101,6 +101,8 @@ class Group(msgspec.Struct, omit_defaults=True):
     """For each outcome, the answer in all turns, likewise."""
     seconds: float | None = None
     """Wall time from the request of the first token to the score."""
+    variant: str | None = None
+    """The curriculum level that the task is of, as `level-0`; absent without a curriculum, and in earlier versions."""
 
     def outcome_of(self, row: int) -> int:
         """Index of the rollout that row `row` belongs to."""

@@ -238,7 +238,7 @@ class GroupProducer:
         try:
             sampler = self._environments.samplers[choice.label]
             sampled = await sampler.sample(choice.task, self._config.rollout.group_size, self._sampling)
-            group = sampled.to_record(choice.label, self._group_id(number))
+            group = sampled.to_record(choice.label, self._group_id(number), choice.task.variant)
             if not group.tokens:
                 errors = [outcome.error for outcome in sampled.outcomes if outcome.error]
                 why = f": {errors[0]}" if errors else ""

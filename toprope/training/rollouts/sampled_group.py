@@ -35,7 +35,7 @@ class SampledGroup:
     environment: str = ""
     """Label of the task's environment if the run has several."""
 
-    def to_record(self, environment: str, group_id: str) -> Group:
+    def to_record(self, environment: str, group_id: str, variant: str = "") -> Group:
         """The group in the trajectory API's form: one row per segment, without rollouts that have no token.
 
         An error earns no more than the worst answer of its group: where all rewards are negative, 0 would teach the
@@ -66,6 +66,7 @@ class SampledGroup:
             prompt=_cut("\n".join(said(message) for message in self.messages)),
             answers=self.transcripts or None,
             seconds=round(self.seconds, 4),
+            variant=variant or None,
         )
 
 

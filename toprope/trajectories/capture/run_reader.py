@@ -38,6 +38,7 @@ class _Body(msgspec.Struct):
     versions: list[list[tuple[int, int]]] | None = None
     prompt: str | None = None
     answers: list[str] | None = None
+    variant: str | None = None
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -152,6 +153,7 @@ class RunReader:
                 "parts": outcome.parts,
                 "tokens": sampled,
                 "text": words.source,
+                **({} if body.variant is None else {"variant": body.variant}),
             },
         )
 
