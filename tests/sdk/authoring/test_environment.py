@@ -386,8 +386,3 @@ def test_methods_that_nothing_would_await_are_refused(method: str) -> None:
 
     with pytest.raises(EnvironmentMistake, match=rf"{method}\(\) must not be async"):
         play(type("Later", (Echo,), {method: later}), ["a"])
-
-
-def test_default_beyond_the_bounds_of_a_knob_is_refused() -> None:
-    with pytest.raises(ValueError, match="default 300 of a knob is not within its bounds ge=1 and le=10"):
-        knob(300, ge=1, le=10)

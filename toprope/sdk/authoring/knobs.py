@@ -49,13 +49,7 @@ def knob(
         le: Largest value, inclusive.
         choices: All allowed values.
         help: One line for the person or agent who sets it.
-
-    Raises:
-        ValueError: The default is not within the bounds.
     """
-    if isinstance(default, int | float) and not ((ge is None or default >= ge) and (le is None or default <= le)):
-        bounds = " and ".join(f"{name}={bound:g}" for name, bound in (("ge", ge), ("le", le)) if bound is not None)
-        raise ValueError(f"the default {default!r} of a knob is not within its bounds {bounds}")
     metadata = {"ge": ge, "le": le, "choices": None if choices is None else list(choices), "help": help}
     if isinstance(default, list | dict | set):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
