@@ -156,13 +156,11 @@ def test_versions_are_made_once_and_stay(shop):
 
 
 def test_recipe_without_steps_keeps_its_target_size_and_tells_of_a_single_split(shop):
-    recipe = {"target_size": 2, "split": {"train": 0.9}}
-    answer = ask(data.build_dataset, shop, name="few", sources=["run-a"], recipe=recipe)
+    few = {"name": "few", "sources": ["run-a"]}
+    answer = ask(data.build_dataset, shop, **few, recipe={"target_size": 2, "split": {"train": 0.9}})
     assert answer.data.items == 2 and answer.data.left_out == {"beyond target_size": answer.data.read - 2}
-    assert "All items are in train, the only split" in answer.text
-    assert 'edit_config(draft_id=..., changes={"algorithm.name": "sft", "sft.dataset": "few@v1"})' in answer.text
-    empty = ask(data.build_dataset, shop, name="few", sources=["run-a"], recipe={**recipe, "split": [0.9, 0.1]})
-    assert "validation has 0 items instead of 0.2" in empty.text
+    assert "All items are in train, the only split" in answer.text and "edit_config(draft_id=..., ch" in answer.text
+    assert "instead of 0.2" in ask(data.build_dataset, shop, **few, recipe={"target_size": 2, "split": [9, 1]}).text
 
 
 def test_recipe_with_templates_and_teacher_writes_no_key(shop, settings):

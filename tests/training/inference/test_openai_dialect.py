@@ -28,6 +28,7 @@ from toprope.training.rollouts.env_managed_sampler import outcome_turns
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 CALL = 'I add.\n<tool_call>\n{"name": "add",  "arguments": {"a": 1, "b": "\u00e9"}}\n</tool_call>'
 """Has two spaces, so rendering it from its parts would give other tokens."""
+SERVED = {"authorization": f"Bearer {session_key(SECRET, UNRECORDED)}"}
 
 
 class ScriptedEngine:
@@ -359,27 +360,21 @@ def test_unknown_and_null_fields_are_ignored(http: TestClient, engine: ScriptedE
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ({"echo": True}, "echo is not supported"),
-        ({"suffix": "end"}, "suffix is not supported"),
-        ({"best_of": 3}, "best_of is not supported"),
+        ({"echo": True}, "echo is not supported"), ({"suffix": "end"}, "suffix is not supported"),
         ({"logprobs": 2}, "logprobs above 1 is not supported; logprobs of the sampled tokens are"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
-        ({"presence_penalty": -0.5}, "presence_penalty is not supported"),
-        ({"logit_bias": {"5": -100}}, "logit_bias is not supported"),
+        ({"best_of": 3}, "best_of is"), ({"frequency_penalty": 0.5}, "frequency_penalty is"),
+        ({"presence_penalty": -0.5}, "presence_penalty is"), ({"logit_bias": {"5": -100}}, "logit_bias is"),
     ],
-)
+)  # fmt: skip
 def test_completion_that_would_lack_what_is_asked_is_refused(http: TestClient, body: dict[str, Any], why: str) -> None:
-    served = {"authorization": f"Bearer {session_key(SECRET, UNRECORDED)}"}
-    answer = http.post("/v1/completions", json={"prompt": "x"} | body, headers=served)
+    answer = http.post("/v1/completions", json={"prompt": "x"} | body, headers=SERVED)
     assert answer.status_code == 400 and why in answer.json()["error"]["message"]
 
 
-def test_neutral_fields_and_penalties_of_rollouts_are_left_out(
-    http: TestClient, engine: ScriptedEngine, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_penalties_of_rollouts_are_left_out(http: TestClient, engine: ScriptedEngine, capfd: Any) -> None:
     engine.texts += ["one", "two"]
-    neutral = {"prompt": "x", "echo": False, "suffix": "", "best_of": 1, "logprobs": 1, "logit_bias": {}}
-    assert http.post("/v1/completions", json=neutral).status_code == 200
+    neutral = {"echo": False, "suffix": "", "best_of": 1, "logprobs": 1, "logit_bias": {}}
+    assert http.post("/v1/completions", json={"prompt": "x"} | neutral).status_code == 200
     ask(http, [{"role": "user", "content": "x"}], presence_penalty=0.5)
     assert "presence_penalty" in capfd.readouterr().err
 
@@ -387,9 +382,8 @@ def test_neutral_fields_and_penalties_of_rollouts_are_left_out(
 def test_key_of_served_policy_takes_several_prompts(http: TestClient, engine: ScriptedEngine) -> None:
     engine.texts += ["one", "two"]
     body = {"prompt": ["a", "b"], "n": 2}
-    served = {"authorization": f"Bearer {session_key(SECRET, UNRECORDED)}"}
-    found = http.post("/v1/completions", json=body, headers=served).json()["choices"]
-    assert [entry["text"] for entry in found] == ["one", "one", "two", "two"]
+    answer = http.post("/v1/completions", json=body, headers=SERVED).json()
+    assert [entry["text"] for entry in answer["choices"]] == ["one", "one", "two", "two"]
     assert "one prompt at a time" in http.post("/v1/completions", json=body).json()["error"]["message"]
 
 
