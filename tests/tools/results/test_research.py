@@ -48,8 +48,9 @@ def test_seeds_start_group_that_is_stopped_by_its_id(house, draft, monkeypatch):
     listed = do(list_runs, shop)
     assert {one.group for one in listed.data.runs} == {group} and f"seed 9 of group {group}" in listed.text
     entry = SimpleNamespace(name="dice", environment=found[0].environment)
-    monkeypatch.setattr(type(shop.catalog), "find", lambda self, name: entry)
-    forked = shop.drafts.get(do(fork_config, shop, run_id=group).data.draft_id)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(shop.catalog), "find", lambda self, name: entry)
+        forked = shop.drafts.get(do(fork_config, shop, run_id=group).data.draft_id)
     assert forked.config == found[0].config
     with pytest.raises(NotPossibleNow, match="running already"):
         do(start_training, shop, draft_id=draft, seeds=2)
