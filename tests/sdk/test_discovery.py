@@ -92,6 +92,7 @@ def test_class_with_tasks_and_an_unknown_base_is_a_problem(tmp_path: Path) -> No
     helpers = "from toprope.sdk import Task\nclass Row: ...\ndef read(): ...\nclass _X:\n    def tasks(self): ...\n"
     assert found_in(tmp_path, helpers) == []
     assert found_in(tmp_path, text.replace("toprope.sdk", "gym")) == []
+    assert found_in(tmp_path, "from toprope.sdk import Task\nclass Rows:\n    def tasks(self): ...\n") == []
 
 
 def test_discovery_ignores_other_libraries(tmp_path: Path) -> None:

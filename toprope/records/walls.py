@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,9 @@ ENV_WALLS = "TOPROPE_WALLS"
 RESERVED = ("standard-tasks",)
 """Names of Toprope's own workers; no environment of an agent may have one."""
 
+
+_LIMITING = re.compile(r"CUDA_VISIBLE_DEVICES|\w+_OFFLINE|\w+_NUM_THREADS")
+"""Variables that only limit; code that agents saved gets these of the owner's, too."""
 
 NetworkName = Literal["allow", "own", "deny"]
 
@@ -77,7 +81,9 @@ class Walls:
             homes=str(home.worker_homes),
             rights={name: _absolute(rights, home) for name, rights in settings.environment.items()},
             agents=(str(home.agent_environments),),
-            variables=tuple(settings.variables.get("environment", {})),
+            variables=tuple(
+                name for name in settings.variables.get("environment", {}) if not _LIMITING.fullmatch(name)
+            ),
         )
 
     def encode(self) -> str:

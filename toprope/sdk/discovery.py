@@ -261,8 +261,10 @@ def _environments(
 def _beside(file: Path, node: ast.ImportFrom, read: dict[Path, dict[str, int | None]]) -> dict[str, int | None]:
     """The environments of the file from which a statement imports, by class name, each with its `max_turns`; empty if
     that is not a file in the folder of `file` or below it."""
-    beside = file.parent.joinpath(*(node.module or "").split(".")).with_suffix(".py")
-    if node.level > 1 or not node.module or not os.path.isfile(beside):
+    if node.level > 1 or not node.module:
+        return {}
+    beside = file.parent.joinpath(*node.module.split(".")).with_suffix(".py")
+    if not os.path.isfile(beside):
         return {}
     if beside not in read:
         read[beside] = {}
@@ -294,7 +296,8 @@ def _underived(tree: ast.Module) -> ast.ClassDef | None:
         return None
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            if "tasks" in (child.name for child in node.body if isinstance(child, ast.FunctionDef)):
+            names = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
+            if "tasks" in names and (node.bases or "score" in names):
                 return node
     return None
 

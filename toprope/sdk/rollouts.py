@@ -66,6 +66,8 @@ def configure(
     """
     for method in ("setup", "tasks", "reset", "step", "score", "score_group", "solve", "success", "close"):
         function = getattr(environment, method)
+        if hasattr(function, TOOL_MARK):
+            continue  # a tool of that name, which may be async
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise EnvironmentMistake(f"{method}() must not be async: nothing would await it.")
     environment.knobs = make_knobs(environment.Knobs, knobs or {})

@@ -75,6 +75,9 @@ def test_row_with_a_stray_quote_is_named(tmp_path: Path) -> None:
         (tmp_path / "stray.csv").write_text("\n".join(["prompt,answer", *rows[:10], stray, *rows[11:]]) + "\n")
         with pytest.raises(InvalidRequest, match=rf"stray\.csv, line {line}: a quote is never closed"):
             list(opened(tmp_path, path="stray.csv").tasks())
+    (tmp_path / "stray.csv").write_text('prompt,answer\n"hi" there,b\n')
+    with pytest.raises(InvalidRequest, match="line 2"):
+        list(opened(tmp_path, path="stray.csv").tasks())
     (tmp_path / "stray.csv").write_text("prompt,answer\n" + '"a ""b""\nc",1\n' + "it's 5\" long,2\n")
     prompts = [task.messages[0]["content"] for task in opened(tmp_path, path="stray.csv").tasks()]
     assert prompts == ['a "b"\nc', "it's 5\" long"]

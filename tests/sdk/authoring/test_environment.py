@@ -25,6 +25,7 @@ from toprope.sdk.authoring.environment import Scoring, copy_for
 from toprope.sdk.authoring.knobs import describe_knobs, make_knobs
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import Rollout, configure
+from toprope.sdk.tooled import ToolEnvironment, tool
 
 
 class Echo(Environment):
@@ -386,3 +387,16 @@ def test_methods_that_nothing_would_await_are_refused(method: str) -> None:
 
     with pytest.raises(EnvironmentMistake, match=rf"{method}\(\) must not be async"):
         play(type("Later", (Echo,), {method: later}), ["a"])
+
+
+def test_tool_with_the_name_of_a_method_may_be_async() -> None:
+    class Shop(ToolEnvironment):
+        def tasks(self):
+            yield Task("Close it.", reference="closed")
+
+        @tool
+        async def close(self) -> str:
+            """Close the shop."""
+            return "closed"
+
+    assert configure(Shop()).knobs is not None

@@ -66,6 +66,8 @@ def test_rewards_of_judges_are_not_missed() -> None:
     unscored = [Scored(task, kind, 0.0) for task in range(2) for kind in ("empty", "junk")]
     assert named(seen_with(*unscored)) == {"never_varies": "warning", "no_reference": "warning"}
     assert named(seen_with(*unscored, judged=True)) == {}
+    raising = [replace(one, error="KeyError") for one in unscored]
+    assert named(seen_with(*raising, judged=True)) == {"never_varies": "critical"}
 
 
 def test_lone_answers_of_a_grouped_environment_refuse_nothing() -> None:

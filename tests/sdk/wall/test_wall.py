@@ -277,8 +277,10 @@ def test_owners_exceptions_reach_the_wall_by_name(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     home.settings_file.write_text(
         "wall: {missing: refuse}\nenvironment:\n  old: {trust: yes}\n  corpus: {reads: [data], writes: [/srv/cache]}\n"
+        "variables: {environment: {A_KEY: secret, CUDA_VISIBLE_DEVICES: '', HF_HUB_OFFLINE: 1, OMP_NUM_THREADS: 1}}\n"
     )
     walls = Walls.from_variables({ENV_WALLS: Walls.of_home(home).encode()})
+    assert walls.variables == ("A_KEY",), "those that only limit reach code of agents, too"
     old, corpus, other = (environment_wall(walls, EnvironmentSource(name=name)) for name in ("old", "corpus", "a/b"))
     assert old.trusted and not corpus.trusted and not other.trusted and other.required
     assert corpus.reads == (str(tmp_path / "config" / "data"),) and corpus.writes == ("/srv/cache",)

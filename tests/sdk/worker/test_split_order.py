@@ -90,3 +90,27 @@ def test_the_order_stops_at_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         and max(numbers[:60]) < "row 120"
         and numbers[-60:] == sorted(numbers[-60:])
     )
+
+
+def test_own_training_tasks_have_the_limit_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits_module, "ORDER_LIMIT", 100)
+    trained = [task.content for task in TaskSplits(SortedSplits()).page("train", 0, 60)]
+    assert len(trained) == 60 and trained != sorted(trained)
+
+
+def test_listed_tasks_keep_the_splits_of_earlier_rules() -> None:
+    class Once(SortedRows):
+        listed_rule = ORDER_RULE
+
+        def tasks(self):
+            return (Task(f"row {number}", source=f"row {number}") for number in range(12))
+
+    class Listed(Once):
+        listed = True
+
+    differs = {
+        rule: [set(first_of(kind(), rule=rule)["train"]) for kind in (Once, Listed)]
+        for rule in (FAMILY_RULE, ORDER_RULE)
+    }
+    assert differs[FAMILY_RULE][0] == differs[FAMILY_RULE][1]
+    assert all(first_of(Listed()).values()), "few tasks fill all splits"

@@ -84,10 +84,16 @@ def environment_behind(history: TrainingHistory) -> Symptom | None:
     plans = members_of(history.config.environment)
     weights, minimums = sum(plan.weight for plan in plans), sum(plan.min_share for plan in plans)
     shares, silent = _means(history, "share"), _means(history, "frac_reward_zero_std")
+    # Groups without signal are not trained, so the others have their shares.
+    wanted = {
+        plan.label: min(plan.weight / weights, 1.0 - minimums + plan.min_share) * (1.0 - silent.get(plan.label, 0.0))
+        for plan in plans
+    }
+    total = sum(wanted.values())
     behind: dict[str, float] = {}
     observed: dict[str, float | int | str] = {}
     for plan in plans:
-        due = min(plan.weight / weights, 1.0 - minimums + plan.min_share)
+        due = wanted[plan.label] / total if total else 0.0
         mean = shares.get(plan.label)
         if mean is None or not history.environments[plan.label]["share"].full or mean >= _BEHIND * due:
             continue

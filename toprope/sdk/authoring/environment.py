@@ -183,6 +183,8 @@ class Environment:
     listed: bool = False
     """True if 30 `tasks`, or all of fewer, are quick to read, like rows of a file. Few tasks then fill all splits.
     `tasks` may set it to False where there are more, and slow ones."""
+    listed_rule: int = 0
+    """First rule of `toprope.sdk.worker.splits` under which `listed` counts, for environments that once were not."""
     finite: bool = False
     """True if all `tasks`, up to 20,000, are quick to read, like rows of a file. Training and measurements then do not
     depend on their order."""

@@ -32,7 +32,7 @@ def never_varies(seen: Observed) -> Finding | None:
     rewards = [[score.reward for score in scores] for scores in by_task.values() if len(scores) > 1]
     if not rewards or any(max(task_rewards) - min(task_rewards) > TOLERANCE for task_rewards in rewards):
         return None
-    if seen.compared or seen.judged:
+    if seen.compared:
         return None
     right = [score for score in seen.scores if score.kind in ("reference", "solver")]
     all_raised = all(score.error for score in seen.scores)
@@ -55,6 +55,8 @@ def never_varies(seen: Observed) -> Finding | None:
             observed,
             refuses=not may_compare,
         )
+    if seen.judged:
+        return None
     if seen.grouped and not seen.together:
         return Finding(
             "never_varies",

@@ -147,7 +147,7 @@ class TaskSplits:
         self._environment = environment
         self._source_rule = environment.source_rule or SOURCE_RULE
         self._has_own_splits = bool(inspect.signature(environment.tasks).parameters)
-        self._maybe_few = bool(environment.listed) and not self._has_own_splits
+        self._maybe_few = bool(environment.listed) and not self._has_own_splits and rule >= environment.listed_rule
         self._to_order = {split for split in SPLITS if self._rule >= ORDER_RULE and self._is_finite(split)}
         """Splits whose tasks have no numbers yet, because they are not in their order."""
         self._first_tasks: list[Task] | None = [] if not self._maybe_few else None
@@ -246,7 +246,7 @@ class TaskSplits:
         if split in self._to_order:
             splits = (split,) if self._has_own_splits else SPLITS
             try:
-                while sum(map(len, self._tasks_by_split.values())) < ORDER_LIMIT and not self.exhausted(split):
+                while sum(len(self._tasks_by_split[one]) for one in splits) < ORDER_LIMIT and not self.exhausted(split):
                     if time.monotonic() >= deadline:
                         return
                     self._read(split)

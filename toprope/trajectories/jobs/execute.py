@@ -267,7 +267,7 @@ class Work:
             wanted = whole * recipe.split[split] / ratios
             if not split_items or abs(len(split_items) - wanted) > max(2.0, 0.1 * wanted):
                 self._outcome.warnings.append(
-                    f"{split} has {len(split_items)} items instead of {wanted:.3g}: near duplicates stay together. A "
+                    f"{split} has {len(split_items)} items instead of {wanted:,.0f}: near duplicates stay together. A "
                     "higher dedup_threshold separates more of them."
                 )
 

@@ -162,6 +162,7 @@ def _csv(file: Path) -> Iterator[Any]:
         reader = csv.DictReader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
         began = 1
         try:
+            began += bool(reader.fieldnames)  # read on demand
             for row in reader:
                 began = reader.line_num + 1
                 if None in row:
