@@ -340,6 +340,36 @@ def test_item_from_reads_three_shapes_and_refuses_others():
             item_from(wrong, "line 1")
 
 
+@pytest.mark.parametrize(
+    ("question", "state"),
+    [
+        ({"input": "cat"}, "cat"),
+        ({"input": "cat", "instruction": None}, "cat"),
+        ({"instruction": "Translate to French.", "input": "cat"}, "Translate to French.\n\ncat"),
+        ({"instruction": "Name a pet.", "input": ""}, "Name a pet."),
+        ({"instruction": "Name a pet."}, "Name a pet."),
+    ],
+)
+def test_the_instruction_of_a_row_belongs_to_its_question(question, state):
+    item = item_from({**question, "output": "chat"}, "line 1")
+    assert (item.state, item.action) == (state, "chat")
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ({"input": " "}, "no question"),
+        ({"input": "", "instruction": ""}, "no question"),
+        ({"input": ["a"], "instruction": "Sort."}, "must be texts"),
+        ({"instruction": ""}, "has no input"),
+    ],
+)
+def test_a_row_without_a_question_is_refused(question, said):
+    with pytest.raises(InvalidValue, match=said) as refused:
+        item_from({**question, "output": "chat"}, "line 1")
+    assert "instruction and output" in refused.value.hint and "conversations" in refused.value.hint
+
+
 def test_trajectories_import_no_heavy_package():
     program = """
 import sys

@@ -24,7 +24,8 @@ SEALED = "heldout"
 """The split that no data set may contain."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_PAIRS = (("state", "action"), ("prompt", "completion"), ("input", "output"))
+_ALPACA = ("input", "output")
+_PAIRS = (("state", "action"), ("prompt", "completion"), _ALPACA)
 _SHARED_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 """ShareGPT's names of roles."""
 _MOST_CHARACTERS = 2_000_000
@@ -101,8 +102,9 @@ def _plain(content: str | list[Message], role: str) -> list[list[str]]:
 def item_from(data: Any, source: str) -> TrajectoryItem:
     """Parse an item from outside.
 
-    Accepted forms are ours (`state`, `action`), TRL's (`prompt`, `completion`), `input` with `output`, OpenAI's
-    (`messages`; all from the first answer on are the action) and ShareGPT's (`conversations`, with `from` and `value`).
+    Accepted forms are ours (`state`, `action`), TRL's (`prompt`, `completion`), Alpaca's (`input`, `output`; an
+    `instruction` comes before the input, which may then be missing), OpenAI's (`messages`; all from the first answer on
+    are the action) and ShareGPT's (`conversations`, with `from` and `value`).
     `reward`, or `score`, and `metadata` are optional.
 
     Args:
@@ -130,6 +132,8 @@ def item_from(data: Any, source: str) -> TrajectoryItem:
         action: Any = messages[first_answer:]
     else:
         names = next((pair for pair in _PAIRS if data.keys() & pair), ("prompt", "completion"))
+        if names == _ALPACA:
+            data = _with_instruction(data, source)
         missing = [name for name in names if name not in data]
         if missing:
             raise InvalidValue(f"{source} has no {' and no '.join(missing)}.", hint=_SHAPES)
@@ -171,8 +175,22 @@ def items_of(
 
 _SHAPES = (
     'An item is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], '
-    '"reward": 1.0}, or has state and action, or prompt and completion, as texts or messages.'
+    '"reward": 1.0}, or has state and action, prompt and completion, or input and output, as texts or messages, or '
+    "instruction and output (input is optional) as texts, or conversations with from and value."
 )
+
+
+def _with_instruction(data: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Return an item of Alpaca's form with its whole question as `input`."""
+    question = data.get("input")
+    if data.get("instruction"):
+        parts = [data["instruction"], question or ""]
+        if not all(isinstance(part, str) for part in parts):
+            raise InvalidValue(f"{source}: instruction and input must be texts.", hint=_SHAPES)
+        question = "\n\n".join(part for part in parts if part.strip())
+    if isinstance(question, str) and not question.strip():
+        raise InvalidValue(f"{source} has no question: its input is empty.", hint=_SHAPES)
+    return data if question is None else {**data, "input": question}
 
 
 def _messages_or_text(value: Any, source: str) -> str | list[Message]:
