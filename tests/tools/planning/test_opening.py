@@ -143,6 +143,23 @@ def test_settings_that_no_run_could_open_are_refused_when_they_are_edited(shop, 
     assert do(edit_config, shop, draft_id=draft, changes=fine).data.changed
 
 
+def test_knobs_of_a_check_replace_the_level_of_the_curriculum(shop, monkeypatch):
+    tried = []
+
+    async def noted(entry, options, **rest):
+        tried.append(options.knobs["times"])
+        raise InvalidValue("tried")
+
+    monkeypatch.setattr(environment_check, "check", noted)
+    draft = do(select_environment, shop, name="needy", knobs={"word": "yes", "voice": "low"}).data.draft_id
+    changes = {"environment.curriculum": {"knob": "times", "levels": [1, 9], "measured_level": 1}}
+    do(edit_config, shop, draft_id=draft, changes=changes)
+    for knobs in ({"times": 3}, {"word": "no"}, None):
+        with pytest.raises(InvalidValue, match="tried"):
+            do(check_environment, shop, name=draft, knobs=knobs)
+    assert tried == [3, 9, 9]
+
+
 def test_check_that_goes_on_is_not_called_loading(shop, monkeypatch):
     done = []
 

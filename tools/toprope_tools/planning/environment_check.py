@@ -12,7 +12,7 @@ from anyio import to_thread
 
 from toprope.records.walls import Walls
 from toprope.settings.fields import KNOBS
-from toprope.settings.sections.environment import members_of, rewards_of
+from toprope.settings.sections.environment import curriculum_of, members_of, rewards_of
 from toprope.text_format import call, clip, number, plural
 from toprope.untrusted import marked
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
@@ -78,6 +78,8 @@ async def check_environment(
         entry = await to_thread.run_sync(workshop.catalog.of_source, source)
         other_members = [f"{plan.label}, in environment.mixture" for plan in members_of(section)[1:]]
         section = section.model_copy(update={"knobs": {**section.knobs, **own_knobs}})
+        if (curriculum := curriculum_of(section.curriculum)) is not None and curriculum.knob in own_knobs:
+            section.curriculum = {}  # its level would replace the caller's
     else:
         entry = await to_thread.run_sync(workshop.catalog.find, name)
         section = default_section(workshop.home, entry.name, locks).model_copy(update={"knobs": own_knobs})
