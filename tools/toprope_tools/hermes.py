@@ -162,7 +162,7 @@ async def rl_edit_config(workshop: Workshop, who: str, *, field: str, value: Any
         raise NotFound(f"Unknown field '{clip(field, 80)}'.", hint=f"Available fields: {', '.join(fields)}.")
     our_value = value
     if field in (_WANDB, _BATCH) and isinstance(value, str):  # as clients send numbers and booleans
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             our_value = json.loads(value.lower())
     if field == _WANDB and isinstance(our_value, bool):
         our_value = "online" if our_value else "disabled"

@@ -145,6 +145,8 @@ def test_values_that_come_as_texts_are_read_and_a_changed_batch_is_told(house):
         assert edited["message"].endswith("; batch_size is now 32, because a step takes 8 groups")
         fields = {one["name"]: one for one in (await call("rl_get_current_config"))["configurable_fields"]}
         assert fields["batch_size"]["description"].startswith("Answers per optimizer step")
+        deep = (await call("rl_edit_config", field="batch_size", value="[" * 19_000))["error"]
+        assert "is not a multiple of group_size 4" in deep
         refused = (await call("rl_edit_config", field="group_size", value="several"))["error"]
         assert "rl_get_current_config shows the fields and locks of the selected environment." in refused
 
