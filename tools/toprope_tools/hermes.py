@@ -18,6 +18,7 @@ import anyio
 from anyio import to_thread
 
 from toprope.analysis.findings.diagnosis import told
+from toprope.analysis.findings.rules import after_end
 from toprope.analysis.reports.report import trackers_of
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.folder import RunFolder
@@ -275,14 +276,13 @@ async def rl_get_results(workshop: Workshop, *, run_id: str) -> dict[str, Any]:
     for label, evaluation in run_results.get("evaluations", {}).items():
         if evaluation.get("sampled"):
             final[f"eval/{label}/percent_correct"] = evaluation["sampled"]["accuracy"]
-    every = max(1, -(-len(history) // 10))
     return {
         "run_id": run_id,
         "status": _state(status),
         "environment": status.environment,
         **_tracker(workshop.runs.folder(run_id)),
         "final_metrics": final,
-        "history": history[::-1][::every][::-1],
+        "history": history[::-1][:: max(1, -(-len(history) // 10))][::-1],
         "weights": run_results.get("weights"),
         "checkpoint": run_results.get("checkpoint"),
         "findings": _findings(status),
@@ -430,8 +430,8 @@ def _state(status: Status) -> str:
 def _findings(status: Status) -> list[dict[str, str]]:
     """The present findings: rule, level, and what to know and to do."""
     return [
-        {"rule": clip(one.rule, 80), "level": one.level}
-        | {name: told(one.rule, text, 240) for name, text in (("what", one.what), ("next", one.next))}
+        {"rule": clip(one.rule, 80), "level": one.level, "what": told(one.rule, one.what, 240)}
+        | {"next": told(one.rule, after_end(one.next) if status.ended else one.next, 240)}
         for one in status.findings
     ]
 

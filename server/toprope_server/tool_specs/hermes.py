@@ -26,6 +26,7 @@ from toprope_server.tool_specs.base import (
     ToolGroup,
     caller_of,
     client_of,
+    may_call,
     name_of,
     workshop_of,
 )
@@ -55,11 +56,15 @@ def json_text(structure: dict[str, Any]) -> TextContent:
     return TextContent(type="text", text=json.dumps(structure, ensure_ascii=False, separators=(",", ":")))
 
 
+def _hermes_names() -> dict[str, str]:
+    """Names of our tools, with those of Hermes."""
+    names = {spec.name.removeprefix("rl_"): spec.name for spec in hermes_tools}
+    return {**names, "get_config": "rl_get_current_config"}
+
+
 def in_hermes_words(text: str, offered: Collection[str]) -> str:
     """Name Hermes' tools in place of ours that are not offered, without our arguments but for those they share."""
-    names = {spec.name.removeprefix("rl_"): spec.name for spec in hermes_tools} | {
-        "get_config": "rl_get_current_config"
-    }
+    names = _hermes_names()
     pattern = "|".join(name for name in names if name not in offered)
 
     def named(found: re.Match[str]) -> str:
@@ -71,6 +76,17 @@ def in_hermes_words(text: str, offered: Collection[str]) -> str:
 
 async def _json_result(result: Awaitable[dict[str, Any]]) -> CallToolResult:
     return CallToolResult(content=[json_text(await result)])
+
+
+async def _advising_result(result: Awaitable[dict[str, Any]], ctx: Context) -> CallToolResult:
+    """A result whose findings and warnings propose tools that the caller has."""
+    told = await result
+    offered = [name for name in _hermes_names() if may_call(ctx, name)]
+    for finding in told.get("findings", []):
+        finding.update({part: in_hermes_words(finding[part], offered) for part in ("what", "next")})
+    if "warnings" in told:
+        told["warnings"] = [in_hermes_words(line, offered) for line in told["warnings"]]
+    return CallToolResult(content=[json_text(told)])
 
 
 @hermes_tools.tool("List RL environments", READS, toolset="hermes", on_failure=_FIRST)
@@ -130,7 +146,8 @@ async def rl_start_training(
     from toprope_tools import hermes
 
     agreed = None if shown is None else confirmed_hash(shown, consent)
-    return await _json_result(hermes.rl_start_training(workshop_of(ctx), name_of(ctx), again=again, agreed=agreed))
+    started = hermes.rl_start_training(workshop_of(ctx), name_of(ctx), again=again, agreed=agreed)
+    return await _advising_result(started, ctx)
 
 
 @hermes_tools.tool("Check a run", READS, toolset="hermes", on_failure=_RUNS)
@@ -139,7 +156,8 @@ async def rl_check_status(ctx: Context, run_id: RunId) -> CallToolResult:
     next_check_in_seconds."""
     from toprope_tools import hermes
 
-    return await _json_result(hermes.rl_check_status(workshop_of(ctx), run_id=run_id, client=client_of(ctx)))
+    checked = hermes.rl_check_status(workshop_of(ctx), run_id=run_id, client=client_of(ctx))
+    return await _advising_result(checked, ctx)
 
 
 @hermes_tools.tool(
@@ -157,7 +175,7 @@ async def rl_get_results(ctx: Context, run_id: RunId) -> CallToolResult:
     """Reports a run's final_metrics, history and the path of its weights."""
     from toprope_tools import hermes
 
-    return await _json_result(hermes.rl_get_results(workshop_of(ctx), run_id=run_id))
+    return await _advising_result(hermes.rl_get_results(workshop_of(ctx), run_id=run_id), ctx)
 
 
 @hermes_tools.tool("List runs", READS, toolset="hermes", on_failure=_RUNS)

@@ -1,6 +1,7 @@
 """The ten tools of Hermes Agent through the official client: names, parameters, results, and our rules beneath."""
 
 import json
+import re
 import time
 
 import anyio
@@ -18,6 +19,7 @@ from toprope_tools.workshop import Workshop
 
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.tools_house import become, make_workshop, start_run, step
+from toprope.analysis.findings.rules import mended
 from toprope.records.run.specification import TestPlan
 from toprope.records.run.status import Finding
 from toprope.settings.owner import Home
@@ -156,17 +158,22 @@ def test_values_that_come_as_texts_are_read_and_a_changed_batch_is_told(house):
 def test_warnings_and_findings_are_told(house):
     shop, _ = house
     settle(shop, preset="cpu-embedded")
-    found = Finding(rule="truncated", level="warning", what="Answers are cut off.", next="allow longer answers", step=9)
+    advice = mended("warning", "Answers are cut off.", {}, {"rollout.max_new_tokens": 64})
+    found = Finding(rule="truncated", level="warning", what=advice.what, next=advice.next, step=9)
 
     async def work(_, call):
         await call("rl_select_environment", name="sort_letters")
         started = await call("rl_start_training")
         assert any(line.startswith("Warning (unknown_task)") for line in started["warnings"])
+        assert any(" rl_edit_config " in line for line in started["warnings"])
+        assert not any(re.search(r"\b(edit_config|test_inference|start_training)\b", w) for w in started["warnings"])
         run_id = started["run_id"]
-        become(shop.runs.folder(run_id), "training", training_at=time.time(), findings=[found])
-        expected = {"rule": "truncated", "level": "warning", "what": found.what, "next": found.next}
-        for tool in ("rl_check_status", "rl_get_results"):
-            assert (await call(tool, run_id=run_id))["findings"] == [expected]
+        edit = "rl_edit_config rollout.max_new_tokens to 64, and rl_start_training again"
+        for state, end, following in (("training", None, f"rl_stop_training, then {edit}"), ("stopped", 1.0, edit)):
+            become(shop.runs.folder(run_id), state, training_at=time.time(), ended_at=end, findings=[found])
+            expected = {"rule": "truncated", "level": "warning", "what": found.what, "next": following}
+            assert (await call("rl_check_status", run_id=run_id))["findings"] == [expected]
+            assert (await call("rl_get_results", run_id=run_id))["findings"] == [expected]
 
     talk(shop, work)
 
