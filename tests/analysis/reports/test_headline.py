@@ -45,7 +45,8 @@ def test_handoff_names_the_best_of_all_kinds_of_runs():
     text = handoff(Standing(runs, [], {}, []))
     assert "- run-b: sft, completed, words, held-out accuracy (sampled) 90.0%" in text
     assert "- run-d: sweep, completed, words, winner: held-out accuracy (sampled) 60.0%" in text
-    assert 'fork_config(run_id="run-b") starts from the highest figure in words, not compared: held-out' in text
+    start = 'fork_config(run_id="run-b") starts from the run with the highest lower bound in words'
+    assert f"{start}, not compared: held-out" in text
     assert "run-c" not in text
 
 
@@ -64,7 +65,7 @@ def test_handoff_leaves_the_noise_of_means_to_comparisons():
     }
     entry = Experiment(id="exp-a", at=1, updated_at=1, environment="words", hypothesis="h", figures=figures)
     text = handoff(Standing([], [entry], {}, []))
-    assert "Best experiment in words: 57.5%, exp-a.\n" in text
+    assert "Experiment with the highest accuracy in words: 57.5%, exp-a.\n" in text
 
 
 def test_standard_scores_of_other_conditions_do_not_share_a_line():

@@ -126,7 +126,7 @@ def _learned(standing: Standing) -> list[str]:
         measured = comparable(experiments)
         if measured:
             best = max(measured, key=lambda entry: entry.accuracy or 0.0)
-            line = f"Best experiment in {name}: {percent(best.accuracy)}, {best.id}"
+            line = f"Experiment with the highest accuracy in {name}: {percent(best.accuracy)}, {best.id}"
             if best.runs:
                 line += f" ({best.runs[0]})"
             if len(measured) > 3:
@@ -226,7 +226,8 @@ def _next(standing: Standing) -> list[str]:
     if fresh := _ended_unnoted(standing):
         calls.append(f'get_results(run_id="{fresh[0].run_id}"), then note_experiment')
     for name, (_, run_id, words) in list(_best(standing).items())[:_BESTS]:
-        calls.append(f'fork_config(run_id="{run_id}") starts from the highest figure in {name}, not compared: {words}')
+        start = f'fork_config(run_id="{run_id}") starts from the run with the highest lower bound in {name}'
+        calls.append(f"{start}, not compared: {words}")
     if not calls:
         calls.append("list_environments() or get_config of a draft")
     return ["NEXT", *(f"- {call}" for call in calls)]
