@@ -110,6 +110,8 @@ def test_reproduced_run_is_compared_with_original(house):
 
 def test_long_values_are_cut_and_the_answer_says_so(house):
     shop, _ = house
+    shop.home.configuration.mkdir(exist_ok=True)
+    shop.home.settings_file.write_text("models: {model: {base_url: http://127.0.0.1:9/v1, model: model}}")
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     for values in (
         {"policy.model": "m" * 100_000},
