@@ -353,6 +353,7 @@ def test_item_from_reads_three_shapes_and_refuses_others():
 def test_the_instruction_of_a_row_belongs_to_its_question(question, state):
     item = item_from({**question, "output": "chat"}, "line 1")
     assert (item.state, item.action) == (state, "chat")
+    assert item_from({"conversations": 3, "prompt": "P", "completion": "C"}, "line 1").state == "P"
 
 
 @pytest.mark.parametrize(

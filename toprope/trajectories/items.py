@@ -122,7 +122,8 @@ def item_from(data: Any, source: str) -> TrajectoryItem:
     metadata = {str(key): value for key, value in metadata.items()}
     if SEALED in (metadata.get("split"), data.get("split")):
         raise InvalidValue(f"{source} is of the held-out split, which is sealed.", hint="Leave such items out.")
-    field = next((name for name in ("messages", "conversations") if data.get(name)), None)
+    paired = any(data.keys() >= set(pair) for pair in _PAIRS)
+    field = next((name for name in ("messages", "conversations")[: 1 if paired else 2] if data.get(name)), None)
     if field is not None:
         messages = _messages(data[field], f"{source}, {field}")
         first_answer = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), None)
