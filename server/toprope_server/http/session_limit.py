@@ -39,7 +39,8 @@ class SessionLimit:
         sessions = self._sessions.setdefault(scope["state"][PRINCIPAL].name, {})
 
         async def noting(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            # A refusal may name a session that the SDK opened for this request alone and has ended.
+            if message["type"] == "http.response.start" and message["status"] < 400:
                 session = Headers(raw=message["headers"]).get(MCP_SESSION_ID_HEADER)
                 if session is not None:
                     sessions.pop(session, None)

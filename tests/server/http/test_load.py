@@ -101,6 +101,10 @@ def test_a_token_has_a_bounded_number_of_sessions(tmp_path: Path) -> None:
                 assert tool(url, owner, "list_runs", session)[0] == 200
             assert client.post(url, json=begin).status_code == 200
             assert tool(url, owner, "list_runs", used)[0] == 200
+            for _ in range(MOST_SESSIONS):
+                refused = client.post(url, json=begin, headers={"accept": "text/html"})
+                assert refused.status_code == 406 and "mcp-session-id" in refused.headers
+            assert tool(url, owner, "list_runs", used)[0] == 200
             for _ in range(MOST_SESSIONS - 1):
                 assert client.post(url, json=begin).status_code == 200
         assert tool(url, owner, "list_runs", first)[0] == 404
