@@ -27,7 +27,7 @@ class Caller:
 
     Attributes:
         client: It decides how long the call may take; None for a caller without a limit, such as the command line.
-        progress: Called with the seconds so far, their limit and a sentence.
+        progress: Called with the seconds so far, their limit (None if not known) and a sentence.
     """
 
     client: Client | None = UNKNOWN
@@ -39,10 +39,17 @@ CALLER = Caller()
 
 @dataclass
 class _Opening:
-    began: float
-    """When its turn came; before that, when it was asked for."""
+    asked: float
+    began: float | None = None
+    """When its turn came."""
     waiting: int = 0
     task: asyncio.Task[Any] = field(init=False)
+
+    def so_far(self, limit_s: float) -> str:
+        """Its time so far, in words."""
+        if self.began is None:
+            return f"waits for its turn: {time.monotonic() - self.asked:.0f} s so far"
+        return f"goes on: {time.monotonic() - self.began:.0f} of at most {limit_s:.0f} s"
 
 
 @dataclass
@@ -87,8 +94,9 @@ class Openings:
                 seconds_left = until - time.monotonic()
                 await asyncio.wait([opening.task], timeout=min(_TOLD_EVERY_S, seconds_left))
                 if caller.progress is not None and not opening.task.done():
-                    seconds = time.monotonic() - opening.began
-                    await caller.progress(seconds, limit_s, f"{what}, {seconds:.0f} of at most {limit_s:.0f} s")
+                    most_s = None if opening.began is None else opening.began - opening.asked + limit_s
+                    told = f"{what} {opening.so_far(limit_s)}"
+                    await caller.progress(time.monotonic() - opening.asked, most_s, told)
         except asyncio.CancelledError:
             if opening.waiting == 1:
                 self._known.pop(key, None)
@@ -98,11 +106,7 @@ class Openings:
         finally:
             opening.waiting -= 1
         if not opening.task.done():
-            seconds = time.monotonic() - opening.began
-            raise NotPossibleNow(
-                f"{what} goes on: {seconds:.0f} of at most {limit_s:.0f} s have passed.",
-                hint="Repeat the same call to keep waiting.",
-            )
+            raise NotPossibleNow(f"{what} {opening.so_far(limit_s)}.", hint="Repeat the same call to keep waiting.")
         self._known.pop(key, None)
         result: T = opening.task.result()
         return result
@@ -114,7 +118,7 @@ class Openings:
 
     def _forget_old(self) -> None:
         for key, opening in list(self._known.items()):
-            if opening.task.done() and time.monotonic() - opening.began > _KEPT_S:
+            if opening.task.done() and time.monotonic() - (opening.began or opening.asked) > _KEPT_S:
                 if not opening.task.cancelled():
                     opening.task.exception()  # retrieved, so that asyncio does not report it
                 del self._known[key]

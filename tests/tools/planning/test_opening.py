@@ -265,6 +265,37 @@ def test_openings_wait_for_their_turn():
     assert len(most) == 9 and max(most) == 2
 
 
+def test_an_opening_that_waits_for_its_turn_says_so(monkeypatch):
+    monkeypatch.setattr("toprope_tools.openings._TOLD_EVERY_S", 0.01)
+    told = []
+
+    async def work():
+        openings, go, seen = Openings(most=1), anyio.Event(), anyio.Event()
+
+        async def progress(seconds, most, text):
+            told.append((seconds, most, text))
+            if text.startswith("second goes on"):
+                seen.set()
+
+        def result(name, make, wait_s=60.0):
+            caller = Caller(None, progress if name == "second" else None)
+            return openings.result(name, make, what=name, limit_s=9.0, wait_s=wait_s, caller=caller)
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as calls:
+                calls.start_soon(result, "first", go.wait)
+                await anyio.lowlevel.checkpoint()
+                with pytest.raises(NotPossibleNow, match="second waits for its turn: 0 s so far"):
+                    await result("second", seen.wait, 0.03)
+                go.set()
+                await result("second", seen.wait)
+
+    anyio.run(work)
+    assert told[0][1:] == (None, "second waits for its turn: 0 s so far")
+    assert told[-1][2] == "second goes on: 0 of at most 9 s" and told[-1][1] > 9.0
+    assert [one[0] for one in told] == sorted(one[0] for one in told)
+
+
 def test_the_preset_says_how_long_loading_may_take(shop, tmp_path):
     (shop.home.configuration / "environments" / "slow.py").write_text(SLOW.format(sign=str(tmp_path / "never")))
     presets = shop.home.configuration / "presets"
