@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 
 import pytest
 from toprope_tools.planning.config import edit_config
@@ -14,8 +15,9 @@ from toprope_tools.runs.training import start_training
 from tests.support.tools_house import become, do
 from tests.tools.results.test_research import finish, owner
 from toprope.errors import NotPossibleNow
-from toprope.records.run.specification import AskPlan
+from toprope.records.run.specification import AskPlan, ModelUnderTest, TestPlan
 from toprope.workbench.approvals import Approvals
+from toprope.workbench.launch.start import StartRequest
 
 
 def test_confirmation_is_bound_to_the_preview(house, draft):
@@ -87,6 +89,36 @@ def test_tests_and_questions_are_confirmed_if_they_cost_or_take_too_much(house, 
     launcher.leave(starts[0]())
     with pytest.raises(NotPossibleNow, match="this may take up to 2"):
         do(try_inference, shop, draft_id=draft, tasks=5, group_size=2)
+
+
+def test_estimates_of_tests_and_uses_come_from_alike_ones(house, draft):
+    shop, launcher = house
+
+    def request(plan):
+        return StartRequest(shop.drafts.get(draft), plan, "x")
+
+    def hours(plan):
+        estimate = shop.starter.preview(request(plan))[0].estimates["wall_hours"]
+        return estimate and estimate.high
+
+    def took(plan, seconds):
+        [made] = shop.starter.start(request(plan)).specifications
+        become(shop.runs.folder(made.run_id), "completed", started_at=1e9, ended_at=1e9 + seconds)
+        launcher.leave(made.run_id)
+
+    use = partial(AskPlan, max_new_tokens=1, asked="x")
+    questions, served = use(conversations=[[]] * 3), use(serve_s=1800.0)
+    assert hours(served) == 0.5
+    took(use(serve_s=3600.0), 3600 + 72)
+    assert hours(served) == pytest.approx(0.52), "72 s to load"
+    assert hours(questions) is None
+    basis = shop.starter.preview(request(questions))[0].basis
+    assert "no comparable run of this kind with at least as many answers" in basis and "short run" not in basis
+    took(questions, 36)
+    assert hours(questions) == pytest.approx(0.01)
+    plan = TestPlan(tasks=4, group_size=1)
+    took(plan.model_copy(update={"models": [ModelUnderTest(name="base")]}), 36)
+    assert hours(plan) is None
 
 
 def test_confirmed_values_stay_while_a_run_trains(house, draft):

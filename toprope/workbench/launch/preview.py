@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -187,10 +186,7 @@ def details_of(specifications: Sequence[Specification], costs: Preview, why: str
         "runs": costs.count if first.sweep is None else first.sweep.runs + 1,
         "steps": costs.steps,
         "caps": costs.caps,
-        "estimates": {
-            name: None if estimate is None else {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-            for name, estimate in costs.estimates.items()
-        },
+        "estimates": {name: estimate and {**vars(estimate)} for name, estimate in costs.estimates.items()},
     }
 
 
@@ -225,15 +221,16 @@ def _estimates(
     tokens = demand.tokens_usd
     if tokens is not None and limits.prices.cpu_hour_usd is None and demand.gpu is None and tokens:
         unknown["cost_usd"] = Estimate(tokens, 0.0, tokens).times(count)
+    served_s = (first.ask and first.ask.serve_s) or 0.0
     if not measured:
-        return unknown
+        return unknown | ({"wall_hours": Estimate.of([served_s / HOUR])} if served_s else {})
     planned, longest_s = steps_of(first), first.config.budget.max_train_seconds
     walls, cpus, disks, steps = [], [], [], []
     for run in measured:
         train_s = planned * run.step_s
         if longest_s is not None:
             train_s = min(train_s, longest_s)
-        wall = run.before_s + train_s + run.after_s
+        wall = run.before_s + train_s + served_s + run.after_s
         walls.append(wall / HOUR)
         steps.append(train_s / run.step_s)
         if run.processors is not None:
@@ -285,6 +282,8 @@ def _basis(first: Specification, measured: Sequence[_Measured], in_common: str, 
     if measured:
         many = f"{len(measured)} earlier runs" if len(measured) > 1 else "one earlier run"
         return f"Measured on this machine in {many} of {in_common}: {', '.join(run.run_id for run in measured[:3])}."
+    if first.test or first.ask:
+        return "Unknown: no comparable run of this kind with at least as many answers has completed on this machine."
     text = (
         f"Unknown: no run of this environment, policy, batch and length has trained at least {_FEWEST_STEPS} steps in "
         f"one attempt on this machine yet{in_common and f'; {in_common}'}."
@@ -303,14 +302,14 @@ def _basis(first: Specification, measured: Sequence[_Measured], in_common: str, 
 def _comparable_runs(first: Specification, runs: Path) -> tuple[list[_Measured], str]:
     """Return the runs to estimate from, newest first, and what they have in common with this one, in words; without
     such runs, what tells the nearest one of this environment apart."""
-    config, answers = first.config.model_dump(mode="json"), _answers_of(first.model_dump(include={"test", "ask"}))
+    config, (form, answers) = first.config.model_dump(mode="json"), _form_of(first.model_dump(include={"test", "ask"}))
     of_draft: list[_Measured] = []
     alike: list[_Measured] = []
     similar: list[_Measured] = []
     apart: set[str] = set()
     nearest, between = "", set(_NAMES_OF_CORE)
     for folder, spec in _newest(runs, first.kind):
-        if _answers_of(spec) < answers:
+        if (other := _form_of(spec))[0] != form or other[1] < answers:
             continue
         spec_config = spec.get("config") or {}
         differs = _differences(config, spec_config)
@@ -362,11 +361,14 @@ def _field_value(config: dict[str, Any], section: str, name: str) -> Any:
     return (config.get(section) or {}).get(name, _DEFAULTS[section].get(name)) or None
 
 
-def _answers_of(spec: dict[str, Any]) -> float:
-    """Return the answers that a test or questions ask for, or the seconds of serving; 0 for runs that train."""
+def _form_of(spec: dict[str, Any]) -> tuple[Any, int]:
+    """Return what is equal in comparable tests or uses of a policy, and their answers; 0 for runs that train."""
     test, ask = spec.get("test") or {}, spec.get("ask") or {}
-    asked = math.inf if ask.get("standard") else ask.get("serve_s") or len(ask.get("conversations") or ())
-    return float(test["tasks"] * test["group_size"] if test else asked * (ask.get("answers") or 1))
+    if test:
+        return sorted(model["name"] for model in test.get("models") or ()), test["tasks"] * test["group_size"]
+    standard = ask.get("standard") or {}
+    form = bool(ask.get("serve_s")), standard.get("names"), standard.get("limit")
+    return form, len(ask.get("conversations") or ()) * (ask.get("answers") or 1)
 
 
 def _measurements_of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:
@@ -382,7 +384,8 @@ def _measurements_of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | Non
         steps, train_s = (int(row["step"]), float(row["train_seconds"])) if trains else (1, 1.0)
         if steps < _FEWEST_STEPS * trains or train_s <= 0 or not (trains or status["state"] == "completed"):
             return None
-        before_s = max(0.0, float(status["training_at" if trains else "ended_at"]) - float(status["started_at"]))
+        until_s = float(status["training_at" if trains else "ended_at"]) - ((spec.get("ask") or {}).get("serve_s") or 0)
+        before_s = max(0.0, until_s - float(status["started_at"]))
         after_s = 0.0
         if trains and status.get("state") == "completed":
             after_s = max(0.0, float(status["ended_at"]) - float(status["training_at"]) - train_s)
@@ -405,11 +408,8 @@ def _sampling_rate(first: Specification, runs: Path) -> tuple[str, float] | None
     config = first.config.model_dump(mode="json")
     for folder, spec in _newest(runs, "test"):
         other = spec.get("config") or {}
-        same = all(
-            (other.get(section) or {}).get(name) == config[section][name]
-            for section, name in (("environment", "name"), ("policy", "model"), ("rollout", "max_new_tokens"))
-        )
-        if not same:
+        shape = (("environment", "name"), ("policy", "model"), ("rollout", "max_new_tokens"))
+        if any((other.get(section) or {}).get(name) != config[section][name] for section, name in shape):
             continue
         try:
             test = read_json(folder.evaluation("test"))
