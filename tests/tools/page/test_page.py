@@ -220,7 +220,9 @@ def test_time_of_a_resumed_run_counts_all_attempts(house: House) -> None:
     assert total_s() == pytest.approx(120, abs=5)
     Usage(at=now_s - 4, wall_s=116.0).write(folder)
     assert total_s() == pytest.approx(120, abs=5)
-    become(folder, "stopped", ended_at=now_s + 50)
+    become(folder, "queued", started_at=None)
+    assert total_s() == 116.0, "a resume that waits"
+    become(folder, "stopped", started_at=now_s - 20, ended_at=now_s + 50)
     assert total_s() == 116.0, "the time between a keeper's death and its discovery is no time of the run"
 
 

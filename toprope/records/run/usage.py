@@ -94,7 +94,9 @@ def wall_seconds(usage: Usage | None, status: Status, now: float) -> float:
     began, end = status.started_at or status.created_at, status.ended_at or now
     if usage is None or not usage.wall_s:
         return end - began
-    return usage.wall_s + (0.0 if status.is_over else max(0.0, end - max(usage.at, began)))
+    if status.is_over or status.started_at is None:  # a resumed run in the queue has no start
+        return usage.wall_s
+    return usage.wall_s + max(0.0, end - max(usage.at, began))
 
 
 def spending_in(folder: Path) -> dict[str, float]:
