@@ -370,6 +370,17 @@ def test_requests_of_others_undo_neither_a_decision_of_the_owner_nor_a_request(h
     assert len(approvals.pending()) == 101 and approvals.named(waits)
 
 
+def test_requests_without_a_draft_push_out_no_other(house):
+    shop, _ = house
+    shop.home.ensure()
+    approvals = Approvals(shop.home)
+    for number in range(100):
+        approvals.ask(f"{number:016}", "a data set")
+    assert len(approvals.pending()) == 100
+    with pytest.raises(NotPossibleNow, match="100 starts wait"):
+        approvals.ask("f" * 16, "a data set")
+
+
 def test_approvals_expire_and_are_used_once(house, monkeypatch):
     shop, _ = house
     approvals = Approvals(shop.home)

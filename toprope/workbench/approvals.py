@@ -63,15 +63,16 @@ class Approvals:
     def ask(self, hash: str, text: str, details: Mapping[str, Any] | None = None) -> bool:
         """Note a start that waits for a person; return whether nobody was asked about it yet.
 
-        A draft's newest requests replace its oldest, never another draft's nor what a person decided.
+        A draft's newest requests replace its oldest, never another draft's, one without a draft, nor what a person
+        decided.
 
         Raises:
-            NotPossibleNow: Too many starts of other drafts wait.
+            NotPossibleNow: Too many other starts wait.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         request, draft = self._find(hash), (details or {}).get("draft_id")
         undecided = [waiting for waiting in self._requests() if not (waiting.approved or waiting.refused)]
-        of_draft = [waiting for waiting in undecided if waiting.details.get("draft_id") == draft]
+        of_draft = [waiting for waiting in undecided if draft and waiting.details.get("draft_id") == draft]
         if request is None:
             for old in of_draft[_MOST_OF_A_DRAFT - 1 :]:
                 self.forget(old.hash)
