@@ -20,6 +20,7 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import Cap, FrozenLimits
+from toprope.supervisor.capacity import budget_ledger
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts, reserved
 from toprope.supervisor.keeper import status_writer
 from toprope.supervisor.keeper.status_writer import StatusWriter
@@ -175,6 +176,18 @@ def test_account_holds_reservation_then_usage(harness):
     assert account.held("cpu_hours") == pytest.approx(usage.days[day_of(usage.at)].cpu_s / 3600)
     assert account.held("cpu_hours") < 0.1
     assert read_accounts(runs.path, leave_out=[folder.run_id]) == []
+
+
+def test_specifications_of_earlier_days_are_not_read(harness, monkeypatch):
+    runs, folder = started(harness)
+    ended(runs, folder)
+    eventually(lambda: not read_accounts(runs.path)[0].live)
+    (folder.path / "usage.json").unlink()
+    [account] = read_accounts(runs.path)
+    assert account.started_today
+    os.utime(folder.spec, (1.0, 1.0))
+    monkeypatch.setattr(budget_ledger, "_read_frozen", lambda _: pytest.fail("it was read"))
+    assert not read_accounts(runs.path)[0].started_today
 
 
 def test_day_is_one_for_all_time_zones(monkeypatch):

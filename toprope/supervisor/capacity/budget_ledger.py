@@ -244,10 +244,18 @@ def _read_account(folder: RunFolder, today: str) -> Account:
     used = {} if spent is None else {"cpu_hours": spent.cpu_s / 3600, "gpu_hours": spent.gpu_s / 3600}
     if spent is not None and spent.cost_usd is not None:
         used["cost_usd"] = spent.cost_usd
-    # The file's time is not that of the start in a home that was restored from a copy.
-    created_at, amounts = _read_frozen(folder)
+    # The file's time is not that of the start in a home that was restored from a copy; specifications are large.
+    may_count = live or spent is not None or _written_since(folder.spec, today)
+    created_at, amounts = _read_frozen(folder) if may_count else (None, {})
     started_today = created_at is not None and day_of(created_at) == today
     return Account(folder.run_id, live, started_today, usage, used, amounts if live else {})
+
+
+def _written_since(path: Path, day: str) -> bool:
+    try:
+        return day_of(path.stat().st_mtime) >= day
+    except OSError:
+        return False
 
 
 def _read_frozen(folder: RunFolder) -> tuple[float | None, Mapping[str, float]]:
