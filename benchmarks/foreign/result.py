@@ -22,7 +22,7 @@ _PRINTED = re.compile(r"\bIt printed last: |\bIts last lines:")
 _AUTHORS = re.compile(
     r"(?i)fix (score\(|tasks\(|it and list|its file|the environment's code)|(write|implement) solve\(|correct it, then|"
     r"give (tasks a reference|Task\(|more distinct tasks)|declare the range: Part\(|use self\.random|in a reset\(|"
-    r"(errors|randomness|processes) in score\(|(data in|objects of) setup\(|print\(\) from|compare the whole|"
+    r"(errors|randomness|processes|threads) in score\(|(data in|objects of) setup\(|print\(\) from|compare the whole|"
     r"reward only properties|add tasks:|make splits disjoint|generate tasks with|remove the answer from|sort sets|"
     r"limit loops|use tempfile"
 )

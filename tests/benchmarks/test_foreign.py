@@ -214,7 +214,7 @@ def test_environment_that_the_catalog_refuses_is_not_taken_for_a_neighbour(tmp_p
 
 def test_owner_carries_out_the_cures_that_errors_name(tmp_path, monkeypatch):
     closed, folder = f"[Errno 30] Read-only file system: '{tmp_path / 'data'}'", []
-    entry = SimpleNamespace(name="words/x", ecosystem="trl")
+    entry = SimpleNamespace(name="words/x", ecosystem="trl", environment=SimpleNamespace(is_foreign=True))
     met = [
         ("ImportError", "No module named 'PIL.Image'"),
         ("OSError", closed),
@@ -391,7 +391,8 @@ def test_verdict_of_a_schema_follows_references_that_end(schema, expected):
 def test_last_words_of_what_hangs_are_no_refused_connection():
     hang = WorkerTimeout("open took longer than 5 s.")
     hang.stderr = "Opening a connection to https://data.example.org"
-    told = failed(SimpleNamespace(name="x", ecosystem="trl"), hang, Walls())
+    theirs = SimpleNamespace(name="x", ecosystem="trl", environment=SimpleNamespace(is_foreign=True))
+    told = failed(theirs, hang, Walls())
     error = f"{told.message}\n{told.hint}"
     assert "https://data.example.org" in error
     assert not Result(Candidate("trl", "x"), failed_at="rolled", error=error).refused_host

@@ -195,7 +195,7 @@ async def resume_training(
     else:
         text += " starts again, because runs of this kind have no steps."
     if changed := await to_thread.run_sync(_changed_since_before, workshop.runs.folder(run_id), specification):
-        names = ", ".join(map(named, changed))
+        names = ", ".join(named(path, 4096) for path in changed)
         text += (
             f"\nWarning: changed since the evaluation before training: {names}. The one after it will not be "
             "comparable with it. Put the former code back, or start a new run."
