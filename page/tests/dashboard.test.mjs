@@ -316,7 +316,7 @@ test("a dashboard that is silent is told as one that does not answer", async () 
     };
   });
   await other.page.goto(`${origin}/#key=${await freshKey()}`);
-  await other.page.waitForSelector(".told.bad");
+  await settled(other.page, "The dashboard does not answer"); // the last question has been given up
   assert.match(await textOf(other.page), /^The dashboard does not answer; .* If it was ended: Run 'toprope dashboard'.*$/, "said once");
   await other.page.close();
 });
