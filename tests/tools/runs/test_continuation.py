@@ -27,6 +27,7 @@ from toprope.records.run.checkpoints import seal
 from toprope.records.run.digests import measurement_digests
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
+from toprope.untrusted import named
 
 
 @pytest.fixture
@@ -206,4 +207,4 @@ def test_resume_names_code_that_changed_since_it_measured(house, tmp_path):
     write_json(folder.evaluation("before"), {"version": 1, "evaluator": {"loaded": measurement_digests(source)}})
     assert "Warning" not in resumed()
     file.write_text("score = 2\n")
-    assert f"Warning: changed since the evaluation before training: {file}. The one after" in resumed()
+    assert f"Warning: changed since the evaluation before training: {named(file, 4096)}. The one after" in resumed()
