@@ -136,7 +136,7 @@ test("damaged records are told, a value alone is a dot, and nothing is praised w
   await other.close();
 });
 
-test("an empty home tells how to begin, and names no command that is none", async () => {
+test("an empty home tells how to begin, and names only commands that exist", async () => {
   const begin = await changed("/api/now", (now) => Object.assign(now, { live: [], last_end: null, counts: { runs: 0, live: 0, sweeps: 0 } }), "/now");
   await settled(begin, "'toprope clients'");
   await begin.close();

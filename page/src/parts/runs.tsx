@@ -12,7 +12,7 @@ export function StateOf({ run }: { run: Pick<RunItem, "state" | "live"> }) {
   return <Pill tone={TONES[run.state] ?? (run.live ? "good" : "")}>{run.state}</Pill>;
 }
 
-/** The screen of a run; a sweep has one of its own. What was searched for stays. */
+/** The screen of a run; a sweep has one of its own. The search stays. */
 export function runLink(run: Pick<RunItem, "run_id" | "kind">, at: Route["at"] = {}): string {
   return link([run.kind === "sweep" ? "sweep" : "run", run.run_id], { find: at.find, runs: at.runs });
 }

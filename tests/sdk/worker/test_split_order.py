@@ -98,19 +98,14 @@ def test_own_training_tasks_have_the_limit_to_themselves(monkeypatch: pytest.Mon
     assert len(trained) == 60 and trained != sorted(trained)
 
 
-def test_listed_tasks_keep_the_splits_of_earlier_rules() -> None:
-    class Once(SortedRows):
-        listed_rule = ORDER_RULE
-
+def test_few_finite_tasks_keep_the_splits_of_earlier_rules() -> None:
+    class Few(SortedRows):
         def tasks(self):
             return (Task(f"row {number}", source=f"row {number}") for number in range(12))
 
-    class Listed(Once):
-        listed = True
+    class Unlisted(Few):
+        finite = False
 
-    differs = {
-        rule: [set(first_of(kind(), rule=rule)["train"]) for kind in (Once, Listed)]
-        for rule in (FAMILY_RULE, ORDER_RULE)
-    }
-    assert differs[FAMILY_RULE][0] == differs[FAMILY_RULE][1]
-    assert all(first_of(Listed()).values()), "few tasks fill all splits"
+    former, unlisted = (first_of(kind(), rule=FAMILY_RULE) for kind in (Few, Unlisted))
+    assert former == unlisted and not all(former.values()), "chance leaves a split empty"
+    assert all(first_of(Few()).values()), "few tasks fill all splits"

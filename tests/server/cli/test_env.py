@@ -148,7 +148,7 @@ def test_yaml_files_are_added_alone_and_those_of_a_folder_are_named(shell: Shell
     for file, name in (("rate.yaml", "rated"), ("sums.yml", "sums")):
         said = f"{name}: added. 1 environment to choose from: {name}.\nNext: toprope env try {name}\n"
         assert shell("add", str(folder / file), "--name", name) == said
-    assert "user: say " in shell("try", "rated", "--model", "solver", "--tasks", "1")
+    assert "user: say 11\n" in shell("try", "rated", "--model", "solver", "--tasks", "1")
     said = shell("add", str(folder / "wrong.yaml"), code=1)
     assert "which is no adapter" in said and "score" in said.partition("no adapter")[2]
     assert "names no adapter" in shell("add", str(folder / "other.yaml"), code=1)

@@ -99,7 +99,7 @@ def environment_behind(history: TrainingHistory) -> Symptom | None:
             continue
         if silent.get(plan.label, 0.0) < _SILENT:  # else its groups are dropped, and environment_silent says so
             behind[plan.label] = mean
-            observed |= {f"share/{plan.label}": mean, f"weight/{plan.label}": due}
+            observed |= {f"share/{plan.label}": mean, f"expected/{plan.label}": due}
     if not behind:
         return None
     return Symptom(

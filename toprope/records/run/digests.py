@@ -209,7 +209,7 @@ def measurement_digests(source: EnvironmentSource) -> dict[str, str]:
 
 
 def measured_otherwise(sources: Sequence[EnvironmentSource], loaded: Mapping[str, Any]) -> list[str]:
-    """What differs on disk from the code that measured: files of environments and of reward functions, `Toprope`.
+    """Return names of code that differs on disk from that which measured: files of environments and rewards, `Toprope`.
 
     Args:
         sources: The environments of a run, the selected one first.

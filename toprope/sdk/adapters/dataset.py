@@ -23,7 +23,6 @@ from toprope.sdk.adapters._shared.user_files import parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import describe_knobs, knob, make_knobs, nearest
 from toprope.sdk.errors import OURS, InvalidRequest, LoadError
-from toprope.sdk.worker.splits import ORDER_RULE
 
 __all__ = ["DESCRIPTION", "Dataset", "knob_names", "make"]
 
@@ -77,8 +76,7 @@ class DatasetKnobs:
 class Dataset(Environment):
     """Your own questions and answers."""
 
-    listed = finite = True
-    listed_rule = ORDER_RULE
+    finite = True
     tags: tuple[str, ...] = ("dataset", "no-code")
     parts = {  # noqa: RUF012 - environments declare their parts so
         "correct": Part(1.0, description="1 if the scorer accepts the answer"),

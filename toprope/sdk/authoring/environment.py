@@ -183,11 +183,9 @@ class Environment:
     listed: bool = False
     """True if 30 `tasks`, or all of fewer, are quick to read, like rows of a file. Few tasks then fill all splits.
     `tasks` may set it to False where there are more, and slow ones."""
-    listed_rule: int = 0
-    """First rule of `toprope.sdk.worker.splits` under which `listed` counts, for environments that once were not."""
     finite: bool = False
-    """True if all `tasks`, up to 20,000, are quick to read, like rows of a file. Training and measurements then do not
-    depend on their order."""
+    """True if all `tasks`, up to 20,000, are quick to read, like rows of a file: they are `listed`, and training and
+    measurements do not depend on their order."""
     source_rule: int = 0
     """First rule of `toprope.sdk.worker.splits` under which the sources of its tasks count; 0: the first of all. For
     environments whose tasks once had none."""
@@ -282,7 +280,7 @@ class Environment:
     def success(self, parts: dict[str, float], reward: float) -> bool:
         """Return True if the rollout counts as solved; by default, if it has the highest possible reward.
 
-        What is measured, such as the cost of tools, does not count then, unless the weights reward nothing else.
+        Measured parts, such as the cost of tools, do not count then, unless the weights reward nothing else.
         """
         measured = self.measured()
         judged = Scoring({name: part for name, part in self.parts.items() if name not in measured})

@@ -147,7 +147,7 @@ class TaskSplits:
         self._environment = environment
         self._source_rule = environment.source_rule or SOURCE_RULE
         self._has_own_splits = bool(inspect.signature(environment.tasks).parameters)
-        self._maybe_few = bool(environment.listed) and not self._has_own_splits and rule >= environment.listed_rule
+        self._maybe_few = self._is_listed() and not self._has_own_splits
         self._to_order = {split for split in SPLITS if self._rule >= ORDER_RULE and self._is_finite(split)}
         """Splits whose tasks have no numbers yet, because they are not in their order."""
         self._first_tasks: list[Task] | None = [] if not self._maybe_few else None
@@ -235,6 +235,10 @@ class TaskSplits:
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             raise InvalidRequest(f"The number of a task must be a whole number of at least 0, not {index!r}.")
 
+    def _is_listed(self) -> bool:
+        # Finite tasks count as listed from the rule that knows them; a run of an older rule keeps its splits.
+        return self._environment.listed or (self._environment.finite and self._rule >= ORDER_RULE)
+
     def _is_finite(self, split: str) -> bool:
         return self._environment.finite or (self._has_own_splits and split != "train")
 
@@ -321,7 +325,7 @@ class TaskSplits:
         while len(self._first_tasks) < FEW and self._repeats < PATIENCE and (task := stream.next()) is not None:
             if self._is_new(_content(task)):
                 self._first_tasks.append(task)
-            if not self._environment.listed:
+            if not self._is_listed():
                 break  # there are others, which may be slow
         if not self._are_few(self._first_tasks, least=1):
             return
