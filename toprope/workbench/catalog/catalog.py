@@ -130,10 +130,10 @@ class Catalog:
         try:
             entry = self.find(source.name)
         except NotFound:
-            same = (entry for entry in self.entries() if source.file and _place(entry.environment) == _place(source))
-            if (entry := next(same, None)) is None:  # type: ignore[assignment]
+            same = [entry for entry in self.entries() if source.file and _place(entry.environment) == _place(source)]
+            if not same:
                 raise
-            entry = replace(entry, name=source.name)
+            entry = replace(same[0], name=source.name)
         return replace(entry, environment=source)
 
     def lent(self, name: str) -> Entry:

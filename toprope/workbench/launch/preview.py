@@ -192,8 +192,8 @@ def details_of(specifications: Sequence[Specification], costs: Preview, why: str
 
 def needs_confirmation(limits: Limits, costs: Preview, *, free: bool = False) -> str:
     """Return why the owner wants a start confirmed; empty if not. An unknown quantity counts as its cap. A `free` start
-    trains nothing and surely costs nothing: it is confirmed only if it may take more of something than `above` has."""
-    if limits.confirm == "never" or (free and limits.confirm == "always"):
+    trains nothing and surely costs nothing: of `above`, only what is known or capped beyond its bound counts."""
+    if limits.confirm == "never":
         return ""
     if limits.confirm == "always":
         return "The owner wants every start confirmed."
