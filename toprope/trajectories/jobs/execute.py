@@ -266,8 +266,9 @@ class Work:
         for split, split_items in splits.items():
             wanted = whole * recipe.split[split] / ratios
             if not split_items or abs(len(split_items) - wanted) > max(2.0, 0.1 * wanted):
+                share = f"{wanted:,.1f}".removesuffix(".0")
                 self._outcome.warnings.append(
-                    f"{split} has {len(split_items)} items instead of {wanted:,.0f}: near duplicates stay together. A "
+                    f"{split} has {len(split_items)} items instead of {share}: near duplicates stay together. A "
                     "higher dedup_threshold separates more of them."
                 )
 
