@@ -7,6 +7,7 @@ import time
 
 import anyio
 import pytest
+from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environments import select_environment
 from toprope_tools.runs.training import start_training, stop_training
 from toprope_tools.status.status import check_status
@@ -45,6 +46,29 @@ def test_repeated_call_with_key_returns_its_run(house):
     # Ended as well: what was asked for with that key has been done.
     do(stop_training, shop, run_id=first)
     assert do(start_training, shop, draft_id=draft, key="k-1").data.state == "stopped"
+
+
+def test_start_tells_of_seeds_that_ran_at_this_revision(house):
+    shop, launcher = house
+    draft = draft_of(shop)
+    group = do(start_training, shop, draft_id=draft, seeds=2)
+    assert "seeds_repeated" not in group.text
+    again = do(start_training, shop, draft_id=draft, seeds=3, again=True, preview=True)
+    first, second = group.data.run_ids
+    assert f"2 seeds of this start ran at this revision before (0 as {first}, 1 as {second})" in again.text
+    assert (
+        f'edit_config(draft_id="{draft}", changes={{"algorithm.seed": 2}}) takes seeds that did not run' in again.text
+    )
+    alone = do(start_training, shop, draft_id=draft, again=True)
+    assert f"(0 as {first})" in alone.text and alone.data.run_id in alone.text
+    do(edit_config, shop, draft_id=draft, changes={"algorithm.seed": 2})
+    assert "seeds_repeated" not in do(start_training, shop, draft_id=draft, seeds=3, preview=True).text
+    # Runs that failed are no evidence, so repeating their seeds is none twice.
+    other = draft_of(shop)
+    failed = do(start_training, shop, draft_id=other).data.run_id
+    launcher.leave(failed)
+    become(shop.runs.folder(failed), "failed", ended_at=time.time())
+    assert "seeds_repeated" not in do(start_training, shop, draft_id=other).text
 
 
 def test_lost_run_counts_as_live_until_it_resumes_and_does_not_resume_under_the_lock(house, monkeypatch):

@@ -42,6 +42,9 @@ from toprope_tools.planning.preview_text import ask_to_confirm, said, structured
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
+_MOST_STARTS = 64
+"""Starts of a draft, newest first, whose seeds are compared with those of another start."""
+
 
 async def start_training(
     workshop: Workshop,
@@ -79,8 +82,9 @@ async def start_training(
     misfits = await to_thread.run_sync(_misfits, workshop, draft)
     plan = training_plan(draft.config)
     request = StartRequest(draft, plan, name, seeds, again, key, confirm, agreed, unknown_task=unknown_task(misfits))
+    warned = [*warning_lines(misfits), *await to_thread.run_sync(_repeated_seeds, workshop, request)]
     if preview:
-        return await to_thread.run_sync(_answer_preview, workshop, request, warning_lines(misfits))
+        return await to_thread.run_sync(_answer_preview, workshop, request, warned)
     try:
         started = await to_thread.run_sync(workshop.starter.start, request)
     except ConfirmationNeeded as refused:
@@ -90,7 +94,28 @@ async def start_training(
         return _answer_repeated(started.specifications, status, wait_s)
     memory = await to_thread.run_sync(memory_warning, workshop, started.specifications[0].config)
     before = await to_thread.run_sync(_training_before, workshop, started.specifications)
-    return _answer_started(started.specifications, wait_s, warning_lines(misfits) + memory, before)
+    return _answer_started(started.specifications, wait_s, warned + memory, before)
+
+
+def _repeated_seeds(workshop: Workshop, request: StartRequest) -> list[str]:
+    """Warn of seeds that ran at this revision: with the same seed a run is no further evidence."""
+    draft, first = request.draft, request.draft.config.algorithm.seed
+    ran: dict[int, str] = {}
+    for start in workshop.index.starts(draft.id)[:_MOST_STARTS]:
+        if (start.revision, start.kind) == (draft.revision, request.plan.kind):
+            with suppress(NotFound, Corrupt):
+                folder = workshop.runs.folder(start.run_id)
+                if workshop.runs.status(start.run_id, revive=False).state not in ("failed", "lost"):
+                    ran[Specification.read(folder).config.algorithm.seed] = start.run_id
+    repeated = sorted(seed for seed in range(first, first + request.seeds) if seed in ran)
+    if not repeated:
+        return []
+    fresh = call("edit_config", draft_id=draft.id, changes={"algorithm.seed": max(ran) + 1})
+    return [
+        f"Warning (seeds_repeated): {plural(len(repeated), 'seed')} of this start ran at this revision before "
+        f"({', '.join(f'{seed} as {ran[seed]}' for seed in repeated)}). The same seed draws the same tasks and weights, "
+        f"so this repeats those runs and is no further evidence. {fresh} takes seeds that did not run."
+    ]
 
 
 def _training_before(workshop: Workshop, started: Sequence[Specification]) -> list[str]:
