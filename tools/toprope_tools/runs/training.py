@@ -113,8 +113,8 @@ def _repeated_seeds(workshop: Workshop, request: StartRequest) -> list[str]:
     fresh = call("edit_config", draft_id=draft.id, changes={"algorithm.seed": max(ran) + 1})
     return [
         f"Warning (seeds_repeated): {plural(len(repeated), 'seed')} of this start ran at this revision before "
-        f"({', '.join(f'{seed} as {ran[seed]}' for seed in repeated)}). The same seed draws the same tasks and weights, "
-        f"so this repeats those runs and is no further evidence. {fresh} takes seeds that did not run."
+        f"({', '.join(f'{seed} as {ran[seed]}' for seed in repeated)}). The same seed draws the same tasks and "
+        f"weights, so this repeats those runs and is no further evidence. {fresh} takes seeds that did not run."
     ]
 
 
