@@ -6,6 +6,7 @@ import csv
 import json
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,19 @@ def test_options_are_named_by_index_or_by_text(tmp_path: Path, options: list, an
     quiz = opened(tmp_path, path="quiz.jsonl", choices="choices", scorer="multiple_choice")
     [task] = quiz.tasks()
     assert task.reference == shown and scored(quiz, task, task.reference).success
+
+
+@pytest.mark.parametrize("written", [lambda choices: choices, json.dumps])
+@pytest.mark.parametrize(("labels", "answer"), [("1234", "2"), ("1234", 2), ("ABCD", "B"), ("DBCA", "B"), ("EFGH", "F")])
+def test_labels_of_options_are_not_taken_for_their_indices(
+    tmp_path: Path, written: Callable[[object], object], labels: str, answer: object
+) -> None:
+    choices = written({"text": ["w", "x", "y", "z"], "label": list(labels)})
+    (tmp_path / "arc.jsonl").write_text(json.dumps({"prompt": "?", "choices": choices, "answerKey": answer}) + "\n")
+    quiz = opened(tmp_path, path="arc.jsonl", choices="choices", reference="answerKey", scorer="multiple_choice")
+    [task] = quiz.tasks()
+    assert task.reference == "B"
+    assert [scored(quiz, task, letter).success for letter in "ABCD"] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(

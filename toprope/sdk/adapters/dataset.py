@@ -110,11 +110,13 @@ class Dataset(Environment):
             )
         number = skipped = 0
         for number, row in enumerate(self._rows(), 1):
-            options = self._options(row, number)
+            options, labels = self._options(row, number)
             prompt = self._fill_in(knobs.prompt, row, number)
             if options:
                 prompt += "\n" + "\n".join(f"{chr(65 + place)}. {option}" for place, option in enumerate(options))
             reference = None if self._is_judged else self._value(knobs.reference, row, number)
+            if str(reference) in labels:  # as "2" of the labels 1 to 4, which is no index
+                reference = chr(65 + labels.index(str(reference)))
             if not prompt.strip() or (reference in (None, "") and not self._is_judged):
                 skipped += 1  # A row without a question, or without an answer to compare with, teaches nothing.
                 continue
@@ -194,23 +196,25 @@ class Dataset(Environment):
                         f"{nearest(column, columns, 'Columns')}"
                     )
 
-    def _options(self, row: Mapping[str, Any], number: int) -> list[str]:
+    def _options(self, row: Mapping[str, Any], number: int) -> tuple[list[str], list[str]]:
+        """Return the options, and the labels by which the reference names them; empty if it has none."""
         if not self.knobs.choices:
-            return []
-        options = self._value(self.knobs.choices, row, number)
-        if isinstance(options, Mapping):  # as in ARC: {"text": [...], "label": [...]}
-            options = options.get("text", list(options.values()))
+            return [], []
+        options, labels = self._value(self.knobs.choices, row, number), []
         if isinstance(options, str):
             try:
                 options = json.loads(options)
             except ValueError:
                 options = [option.strip() for option in options.split("|")]
+        if isinstance(options, Mapping):  # as in ARC: {"text": [...], "label": [...]}
+            labels = [str(label) for label in options.get("label", ())] if "text" in options else []
+            options = options.get("text", list(options.values()))
         if not isinstance(options, list | tuple) or not 2 <= len(options) <= 26:
             raise InvalidRequest(
                 f"Row {number}: options in {self.knobs.choices!r} are not a list of 2 to 26. In a CSV file, write them "
                 "as JSON or separated by |."
             )
-        return [str(option) for option in options]
+        return [str(option) for option in options], labels[: len(options)]
 
     def _right_answer(self, row: Mapping[str, Any], reference: Any, options: list[str], number: int) -> Any:
         """Return a right answer to the task in the form that the policy has to write, if known."""
