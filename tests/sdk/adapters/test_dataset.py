@@ -70,6 +70,18 @@ def test_dataset_formats_give_same_tasks(tmp_path: Path, kind: str) -> None:
     assert scored(environment, tasks[13], "no idea").parts == {"correct": 0.0, "parsed": 0.0}
 
 
+def test_column_of_messages_is_the_conversation(tmp_path: Path) -> None:
+    blocks = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
+    prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": blocks}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2", "choices": ["1", "2"]}) + "\n")
+    [task] = opened(tmp_path, path="chat.jsonl").tasks()
+    assert task.messages == [prompt[0], {"role": "user", "content": "1 + 1?"}]
+    settings = {"system": "Choose.", "choices": "choices", "scorer": "multiple_choice"}
+    [task] = opened(tmp_path, path="chat.jsonl", **settings).tasks()
+    shown = [("system", "Choose."), ("user", "1 + 1?\nA. 1\nB. 2")]
+    assert [(message["role"], message["content"]) for message in task.messages] == shown
+
+
 def test_row_with_a_stray_quote_is_named(tmp_path: Path) -> None:
     rows = [f"q{n},{n}" for n in range(40)]
     for stray, line in (('"q10,10', 12), ('q10,"10', 12), ('"q10" x,10', 12)):

@@ -56,6 +56,16 @@ def test_score_function_with_rows_is_an_environment(tmp_path: Path) -> None:
     assert score.make(json.dumps({"file": str(tmp_path / "grade.py")})).__doc__ == "Sums, graded."
 
 
+def test_prompt_of_blocks_of_text_is_text(tmp_path: Path) -> None:
+    (tmp_path / "blocks.py").write_text(
+        "rows = [{'prompt': [{'role': 'user', 'content': [{'type': 'text', 'text': 'Go.'}]}]}]\n"
+        "def score(prompt, completion): return 1.0\n"
+    )
+    environment = configure(score.make(json.dumps({"file": str(tmp_path / "blocks.py")})))
+    [task] = environment.tasks()
+    assert task.messages == [{"role": "user", "content": "Go."}]
+
+
 def test_column_named_as_the_completion_s_parameter_is_left_out(tmp_path: Path) -> None:
     assert outcome(tmp_path, "x", function="named").reward == 1.0
 

@@ -44,7 +44,7 @@ class DatasetKnobs:
     path: str = knob("", help="file below the owner's dataset folders, or hf:<id> of the Hugging Face Hub")
     config: str = knob("", help="configuration of an hf: data set, if it has several")
     split: str = knob("train", help="split of an hf: data set; Toprope's own splits are made from its content")
-    prompt: str = knob("prompt", help="column of the question, or a template: 'Q: {question}\\nA:'")
+    prompt: str = knob("prompt", help="column of the question (text or messages), or a template: 'Q: {question}\\nA:'")
     reference: str = knob(
         "answer", help="column of the right answer (a regular expression, or tests, by scorer), or a template"
     )
@@ -111,17 +111,19 @@ class Dataset(Environment):
         number = skipped = 0
         for number, row in enumerate(self._rows(), 1):
             options, labels = self._options(row, number)
-            prompt = self._fill_in(knobs.prompt, row, number)
-            if options:
-                prompt += "\n" + "\n".join(f"{chr(65 + place)}. {option}" for place, option in enumerate(options))
+            messages = self._messages(row, number)
+            shown = "".join(f"\n{chr(65 + place)}. {option}" for place, option in enumerate(options))
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + shown}
             reference = None if self._is_judged else self._value(knobs.reference, row, number)
             if str(reference) in labels:  # as "2" of the labels 1 to 4, which is no index
                 reference = chr(65 + labels.index(str(reference)))
-            if not prompt.strip() or (reference in (None, "") and not self._is_judged):
+            is_empty = not any(message["content"].strip() for message in messages)
+            if is_empty or (reference in (None, "") and not self._is_judged):
                 skipped += 1  # A row without a question, or without an answer to compare with, teaches nothing.
                 continue
-            system = [{"role": "system", "content": knobs.system}] if knobs.system else []
-            messages: Messages = [*system, {"role": "user", "content": prompt}]
+            if knobs.system:  # in place of the row's own
+                others = [message for message in messages if message["role"] != "system"]
+                messages = [{"role": "system", "content": knobs.system}, *others]
             yield Task(
                 messages,
                 reference=self._right_answer(row, reference, options, number),
@@ -195,6 +197,15 @@ class Dataset(Environment):
                         f"Knob {name!r}: {self.knobs.path} has no column {column!r}. "
                         f"{nearest(column, columns, 'Columns')}"
                     )
+
+    def _messages(self, row: Mapping[str, Any], number: int) -> Messages:
+        """Return the prompt as messages, which its column may hold already."""
+        source = self.knobs.prompt
+        prompt = None if _PLACE.search(source) else self._cell(source, row, number)
+        if _rows.is_chat(prompt):
+            messages: Messages = _rows.chat_of(prompt, f"Row {number}")
+            return messages
+        return [{"role": "user", "content": self._fill_in(source, row, number)}]
 
     def _options(self, row: Mapping[str, Any], number: int) -> tuple[list[str], list[str]]:
         """Return the options, and the labels by which the reference names them; empty if it has none."""

@@ -60,7 +60,7 @@ from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.keys import held
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
-from toprope.sdk.adapters._shared.rows import rows_of
+from toprope.sdk.adapters._shared.rows import chat_of, rows_of
 from toprope.sdk.adapters._shared.user_files import ROWS, UserFile, data_beside, parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
 from toprope.sdk.authoring.knobs import REQUIRED, is_required, knob
@@ -230,7 +230,7 @@ class Gymnasium(Environment):
             truth = row.get("reward_spec")
             reference = truth.get("ground_truth") if isinstance(truth, Mapping) else row.get("answer")
             plain = reference if isinstance(reference, str | int | float) else None
-            yield Task(row["prompt"], reference=plain, data={"row": row})
+            yield Task(chat_of(row["prompt"], f"Row {number}"), reference=plain, data={"row": row})
 
     def _action(self, text: str) -> Any:
         """The answer in the form of the action space; None if it names no action."""

@@ -27,6 +27,7 @@ from typing import Any
 
 from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._shared.rows import chat_of
 from toprope.sdk.adapters._shared.user_files import UserFile, data_beside, functions, parsed
 from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.authoring.event_loop import BackgroundLoop
@@ -81,7 +82,8 @@ class Score(Environment):
                     "names the column."
                 )
             column = self._reference or next((name for name in _REFERENCES if name in row), "")
-            yield Task(row[self._prompt], reference=row.get(column), data={"row": row})
+            prompt = chat_of(row[self._prompt], f"Row {number}")
+            yield Task(prompt, reference=row.get(column), data={"row": row})
 
     def score(self) -> dict[str, float]:
         row = self.task.data["row"]

@@ -37,7 +37,7 @@ from typing import Any
 from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.keys import keyed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
-from toprope.sdk.adapters._shared.rows import text_of
+from toprope.sdk.adapters._shared.rows import chat_of, text_of
 from toprope.sdk.adapters._shared.user_files import (
     UserFile,
     is_async,
@@ -150,7 +150,7 @@ class Trl(ToolEnvironment):
             column = self._reference or next((name for name in _REFERENCES if name in row), "")
             reference = row.get(column)
             yield Task(
-                _chat(prompt, f"Row {number}") if prompt else "(the environment says)",
+                chat_of(prompt, f"Row {number}") if prompt else "(the environment says)",
                 reference=reference if isinstance(reference, str | int | float | None) else str(reference),
                 data={"row": row},
             )
@@ -159,7 +159,7 @@ class Trl(ToolEnvironment):
         row, self._chosen = task.data["row"], None
         self._environment: Any = None
         self._own_random = OwnRandom(f"{self.seed}:{task.id}")  # equal within a group, whose rollouts get the same task
-        messages = _chat(row.get("prompt") or [{"role": "user", "content": ""}], "the row")
+        messages = chat_of(row.get("prompt") or [{"role": "user", "content": ""}], "the row")
         self._plain = isinstance(messages, str)
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         if self._factories:
@@ -399,13 +399,6 @@ def _methods(kind: type) -> list[str]:
         for name, _ in inspect.getmembers(kind, predicate=inspect.isfunction)
         if name not in ("reset", "get_reward") and not name.startswith("_")
     ]
-
-
-def _chat(prompt: Any, whose: str) -> Any:
-    """Return a prompt as text or text messages. TRL also has messages of blocks; those with images are refused."""
-    if isinstance(prompt, str) or not isinstance(prompt, list):
-        return prompt
-    return [{**message, "content": text_of(message.get("content"), whose)} for message in prompt]
 
 
 def _observed(message: Mapping[str, Any], observation: Any) -> dict[str, Any]:

@@ -141,6 +141,23 @@ def text_of(content: Any, whose: str) -> str:
     return "".join(map(str, texts))
 
 
+def chat_of(prompt: Any, whose: str) -> Any:
+    """Return a prompt as text or text messages, which the libraries of training also write in blocks.
+
+    Raises:
+        EnvironmentMistake: A message holds something else, such as an image.
+    """
+    if not is_chat(prompt):
+        return prompt
+    return [{**message, "content": text_of(message.get("content"), whose)} for message in prompt]
+
+
+def is_chat(prompt: Any) -> bool:
+    """Return True if a prompt is a list of messages."""
+    messages = prompt if isinstance(prompt, list) else []
+    return bool(messages) and all(isinstance(message, Mapping) and "role" in message for message in messages)
+
+
 def _json_lines(file: Path) -> Iterator[Any]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
