@@ -267,10 +267,11 @@ def test_reward_that_is_not_finite_fails_the_rollout(tmp_path: Path, reward: str
 
 def test_rows_make_environments_with_init(tmp_path: Path) -> None:
     (tmp_path / "base.py").write_text("class BaseTextEnv: pass\n")
-    (tmp_path / "sums.jsonl").write_text(
-        json.dumps({"prompt": [{"role": "user", "content": "1 + 2?"}], "reward_spec": {"ground_truth": "3"}}) + "\n"
-    )
+    prompt = [{"role": "user", "content": "1 + 2?"}]
+    rows = [{"prompt": prompt, "reward_spec": {"ground_truth": right}} for right in ("3", "III")]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = opened(tmp_path / "sums.py", SUMS)
+    assert len({task.id for task in environment.tasks()}) == 2
     rollout = begun(environment)
     assert rollout._environment.task.reference == "3"
     assert rollout.advance("4").messages[0]["content"] == "Once more."

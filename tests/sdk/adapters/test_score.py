@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from toprope.sdk.adapters import score
+from toprope.sdk.authoring.environment import Task
 from toprope.sdk.discovery import parse
 from toprope.sdk.errors import LoadError
 from toprope.sdk.rollouts import Rollout, configure
@@ -64,6 +65,15 @@ def test_prompt_of_blocks_of_text_is_text(tmp_path: Path) -> None:
     environment = configure(score.make(json.dumps({"file": str(tmp_path / "blocks.py")})))
     [task] = environment.tasks()
     assert task.messages == [{"role": "user", "content": "Go."}]
+
+
+def test_rows_with_equal_prompts_are_tasks_of_their_own(tmp_path: Path) -> None:
+    rows = "[{'question': 'Go.', 'answer': str(n)} for n in [0, 0, 1, 2]]"
+    (tmp_path / "alike.py").write_text(f"rows = {rows}\ndef score(prompt, completion, answer): return 1.0\n")
+    target = {"file": str(tmp_path / "alike.py"), "prompt": "question"}
+    tasks = list(configure(score.make(json.dumps(target))).tasks())
+    assert len({task.id for task in tasks}) == 3
+    assert tasks[0].id == Task("Go.").id, "as in runs that began before"
 
 
 def test_column_named_as_the_completion_s_parameter_is_left_out(tmp_path: Path) -> None:

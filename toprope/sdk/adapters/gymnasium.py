@@ -57,7 +57,7 @@ from toprope.sdk.adapters._gymnasium.spaces import (
     takes,
 )
 from toprope.sdk.adapters._shared.bounds import Bounds
-from toprope.sdk.adapters._shared.keys import held
+from toprope.sdk.adapters._shared.keys import held, keyed
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import chat_of, rows_of
@@ -134,7 +134,7 @@ class Gymnasium(Environment):
 
     def tasks(self) -> Iterator[Task]:
         if self._rows:
-            yield from self._row_tasks()
+            yield from keyed(self._row_tasks(), played=False)
             return
         first = [messages for messages, _ in self._openings]
         texts = [_key(messages) for messages in first]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._shared.bounds import Bounds
+from toprope.sdk.adapters._shared.keys import keyed
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.rows import chat_of
 from toprope.sdk.adapters._shared.user_files import UserFile, data_beside, functions, parsed
@@ -75,6 +76,9 @@ class Score(Environment):
         self._loop = BackgroundLoop()
 
     def tasks(self) -> Iterator[Task]:
+        yield from keyed(self._row_tasks(), played=False, prompt=self._prompt)
+
+    def _row_tasks(self) -> Iterator[Task]:
         for number, row in enumerate(self._user.rows(self._rows), 1):
             if self._prompt not in row:
                 raise EnvironmentMistake(

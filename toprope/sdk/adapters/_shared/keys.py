@@ -23,25 +23,28 @@ NUMBERING = re.compile(r"(?i)(^|_)(id|idx|index|uid|uuid)(_|$)")
 _NO_PROMPT = "(the task says)"
 
 
-def keyed(tasks: Iterable[Task], played: bool) -> Iterator[Task]:
+def keyed(tasks: Iterable[Task], played: bool, prompt: str = "prompt") -> Iterator[Task]:
     """Yield the tasks, each with its row in `data`, and with keys where needed.
 
     With an environment (`played`), or without a prompt, each row is a task: even equal rows may begin in different
     states. Otherwise rows with equal prompts are tasks of their own if their references differ, or without references
     other columns but their numbers. The first of them keeps its prompt as key, so that its split does not depend on
     later rows, which may be endless.
+
+    Args:
+        prompt: The column of prompts.
     """
     alike: Counter[str] = Counter()
     firsts: dict[str, int] = {}
     for task in tasks:
         row = task.data["row"]
-        if played or not row.get("prompt"):
+        if played or not row.get(prompt):
             text = json.dumps(row, sort_keys=True, default=str)
             key = f"{text} {alike[text]}" if alike[text] else text
             alike[text] += 1
             yield dataclasses.replace(task, key=key)
             continue
-        columns = {name: value for name, value in row.items() if name != "prompt" and not NUMBERING.search(name)}
+        columns = {name: value for name, value in row.items() if name != prompt and not NUMBERING.search(name)}
         text = written_alike(columns if task.reference is None else {"reference": task.reference})
         differs = firsts.setdefault(task.content, hash(text)) != hash(text)
         yield dataclasses.replace(task, key=f"{task.content} {text}") if differs else task
