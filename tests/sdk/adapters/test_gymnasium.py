@@ -296,6 +296,8 @@ def test_environment_may_change_the_conversation_that_it_began(tmp_path: Path) -
 def test_files_are_listed_without_running_them(tmp_path: Path) -> None:
     (lone,) = listed(tmp_path / "guess.py", "raise SystemExit\n" + GUESS)
     assert (lone.name, lone.description, lone.problem) == ("guess", "Guess a number.", "")
+    generic = "import gymnasium as gym\n" + GUESS.replace("class Guess", "class Guess(gym.Env[str, int])")
+    assert [one.name for one in listed(tmp_path / "generic.py", generic)] == ["generic"]
     two = listed(tmp_path / "both.py", GUESS + WALK)
     assert [one.name for one in two] == ["both-guess", "both-walk"]
     assert "No rows" in listed(tmp_path / "sums.py", SUMS)[0].problem
@@ -331,6 +333,9 @@ def test_unsupported_environments_say_why(tmp_path: Path) -> None:
         opened(tmp_path / "walk.py", boxed)
     with pytest.raises(InvalidRequest, match="no knob 'hight'"):
         opened(tmp_path / "guess.py", GUESS, hight=3)
+    bits = WALK.replace("class Space", "class MultiBinary").replace("Space()", "MultiBinary()")
+    with pytest.raises(LoadError, match="of type MultiBinary"):
+        opened(tmp_path / "bits.py", bits)
     rollout = begun(opened(tmp_path / "odd.py", GUESS.replace('return "wrong"', "return 7 #")))
     assert "step() returned 7" in rollout.advance("1").outcome.error
 

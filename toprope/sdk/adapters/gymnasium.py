@@ -269,7 +269,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     for node in tree.body:
         if not isinstance(node, ast.ClassDef):
             continue
-        bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
+        bases = _bases(node) & classes.keys()
         if methods := _methods(node).union(*(classes[base][1] for base in bases)):
             classes[node.name] = node, methods
             inherited.update(bases)
@@ -297,9 +297,15 @@ def _name(file: Path, name: str, *, alone: bool) -> str:
     return plain if alone else f"{plain}-{name.lower()}"
 
 
+def _bases(node: ast.ClassDef) -> set[str]:
+    """The names of a class's bases without their modules and type parameters, as in `gym.Env[str, int]`."""
+    plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    return {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in plain}
+
+
 def _methods(node: ast.ClassDef) -> set[str]:
     """The methods of a class if they make it an environment of this kind; empty if not."""
-    bases = {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases}
+    bases = _bases(node)
     defined = {method.name: method for method in node.body if isinstance(method, ast.FunctionDef)}
     if verifiable.BASE in bases and "_generate" in defined:
         return set(defined)

@@ -44,8 +44,9 @@ def limit_of(game: Any) -> int:
 
 
 def count_of(game: Any) -> int | None:
-    """Return the number of actions if they are numbers; None for texts."""
-    count = getattr(getattr(game, "action_space", None), "n", None)
+    """Return the number of actions if they are numbers; None for texts, and for several bits at once."""
+    space = getattr(game, "action_space", None)
+    count = None if type(space).__name__ == "MultiBinary" else getattr(space, "n", None)
     return None if count is None else int(count)
 
 
