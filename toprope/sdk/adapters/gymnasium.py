@@ -182,14 +182,14 @@ class Gymnasium(Environment):
     def score(self) -> dict[str, float]:
         if not self._rows and self._games.is_reused:  # others are closed
             self._games.give_back(self._game)
+            self._game = None
         total = max(-_MOST, min(_MOST, self._return))
         return {"reward": self._bounds.value(total, "the sum of rewards"), "return": total}
 
     def close(self) -> None:
-        close = getattr(self.__dict__.get("_game"), "close", None)
-        if callable(close) and (self._rows or not self._games.is_reused):
+        if (game := self.__dict__.get("_game")) is not None:
             with self._luck:
-                close()
+                self._games.discard(game)
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return self._success if self._success is not None else max(self._last, parts["return"]) >= self._solved - 1e-9

@@ -104,13 +104,19 @@ class Games:
         luck, began = OwnRandom(seed), time.monotonic()
         self._close_looked_at()
         game = self._idle.pop() if self._idle else self._copy(self._kept_new)
-        with luck:
-            if game is None:
-                by_seed = self._takes_seed and not self.is_reused
-                game = self.make(**({"seed": self.start + seed} if by_seed else {}))
-            observation, info = pair_of(game.reset(seed=seed) if self.is_reused else game.reset())
-        seconds = time.monotonic() - began
-        messages = messages_of(observation, info)
+        try:
+            with luck:
+                if game is None:
+                    by_seed = self._takes_seed and not self.is_reused
+                    game = self.make(**({"seed": self.start + seed} if by_seed else {}))
+                observation, info = pair_of(game.reset(seed=seed) if self.is_reused else game.reset())
+            seconds = time.monotonic() - began
+            messages = messages_of(observation, info)
+        except BaseException:
+            if game is not None:
+                with suppress(Exception):
+                    self.discard(game)
+            raise
         if count_of(game) is not None:
             messages[-1]["content"] += f"\n{numbers(game)}"
         if seconds >= _SLOW_S and not anew and (begun := self._copy(game)) is not None:
@@ -129,6 +135,12 @@ class Games:
             self._looked_at = game
         elif len(self._idle) < self._made:  # copies would pile up
             self._idle.append(game)
+
+    def discard(self, game: Any) -> None:
+        """Close a game that is not given back, because its rollout failed or nobody plays it on."""
+        self._made = max(self._made - 1, len(self._idle))
+        if callable(close := getattr(game, "close", None)):
+            close()
 
     def _close_looked_at(self) -> None:
         game, self._looked_at = self._looked_at, None
