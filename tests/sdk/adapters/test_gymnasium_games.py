@@ -1,14 +1,18 @@
-"""Games of the adapter `gymnasium`: closed when nobody plays them on, and made with the configuration that they want."""
+"""Games of the adapter `gymnasium`: closed when nobody plays on, and made with the configuration that they want."""
 
 from __future__ import annotations
 
 import ast
+import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from toprope.sdk.adapters.gymnasium import declared, make
+from toprope.sdk.errors import LoadError
 from toprope.sdk.rollouts import Rollout, configure
 
 COUNTED = """
@@ -30,6 +34,20 @@ class Counted:
 
     def close(self):
         closed.append(self)
+"""
+
+SUMS = """
+from base import BaseTextEnv
+
+class Sums(BaseTextEnv):
+    def __init__(self, env_config, extras={}):
+        self.truth, self.most = extras["reward_spec"]["ground_truth"], env_config.get("turns", 1)
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        return {"observations": [], "reward": float(action == self.truth), "done": self.most == 1}
 """
 
 
@@ -70,3 +88,20 @@ def test_game_that_cannot_be_begun_is_closed(tmp_path: Path) -> None:
         environment._games.begin(9)
     assert len(module.closed) == before + 1
     assert first.advance("end").outcome.error is None
+
+
+@pytest.mark.parametrize("kind", [dict, type("DictConfig", (dict,), {})])
+def test_configuration_that_a_class_requires_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    package = None if kind is dict else SimpleNamespace(DictConfig=kind)
+    monkeypatch.setitem(sys.modules, "omegaconf", package)
+    (tmp_path / "base.py").write_text("class BaseTextEnv: pass\n")
+    row = {"prompt": "1 + 2?", "reward_spec": {"ground_truth": "3"}}
+    (tmp_path / "sums.jsonl").write_text(json.dumps(row) + "\n")
+    environment = opened(tmp_path / "sums.py", SUMS)
+    assert type(environment._arguments["env_config"]) is kind
+    assert begun(environment).advance("3").outcome.success
+    with pytest.raises(LoadError, match="wrong is not made with env_config: .*'solution'"):
+        (tmp_path / "wrong.jsonl").write_text(json.dumps(row) + "\n")
+        opened(tmp_path / "wrong.py", SUMS.replace('["ground_truth"]', '["solution"]').replace("Sums", "Wrong"))

@@ -78,6 +78,8 @@ _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _BASES = {"Env", "BaseTextEnv", "TextEnv"}
 _STEPPING = "BaseRLMEnv"
 """SkyRL-gym's base of environments that only score."""
+_CONFIGURATION = "env_config"
+"""SkyRL-gym's argument for the settings of an environment; empty if its trainer is given none."""
 _MOST = 1e9
 
 
@@ -116,10 +118,15 @@ class Gymnasium(Environment):
             fields = [field.name for field in dataclasses.fields(kind) if field.name in knobs]
             knobs[name] = kind(**{field_name: knobs.pop(field_name) for field_name in fields})
         self._arguments = {**self._fixed, **{name: value for name, value in knobs.items() if value is not None}}
+        if _CONFIGURATION in _required(self._maker) and takes(self._maker, "extras"):
+            self._arguments.setdefault(_CONFIGURATION, _empty())
         self._games = Games(self.name, self._maker, self._arguments, copied=self.copied)
         if self._rows:
             self.finite = True
             self.max_turns = most or int(self._limit or UNKNOWN_LIMIT)
+            if (first := next(self._row_tasks(), None)) is not None:  # what the class refuses is told here
+                with OwnRandom(0):
+                    self._games.discard(self._made_of(first.data["row"]))
             return
         probe = self._games.first()
         if not callable(getattr(probe, "reset", None)) or not callable(getattr(probe, "step", None)):
@@ -156,11 +163,9 @@ class Gymnasium(Environment):
         self._success: bool | None = None
         self._talk: Any = None
         if self._rows:
-            row = task.data["row"]
-            extras = {**row, **({"max_turns": self._turns} if self._turns else {})}
             self._luck = OwnRandom(f"{self.seed}:{task.id}")
             with self._luck:
-                self._game = self._games.make(**({"extras": extras} if takes(self._maker, "extras") else row))
+                self._game = self._made_of(task.data["row"])
                 self._talk, _ = pair_of(self._game.init(copy.deepcopy(task.messages)))
             return as_messages(self._talk, "what init() returned")
         messages, self._game, self._luck = self._games.begin(task.data["seed"], keep=True)
@@ -231,6 +236,10 @@ class Gymnasium(Environment):
             reference = truth.get("ground_truth") if isinstance(truth, Mapping) else row.get("answer")
             plain = reference if isinstance(reference, str | int | float) else None
             yield Task(chat_of(row["prompt"], f"Row {number}"), reference=plain, data={"row": row})
+
+    def _made_of(self, row: Mapping[str, Any]) -> Any:
+        extras = {**row, **({"max_turns": self._turns} if self._turns else {})}
+        return self._games.make(**({"extras": extras} if takes(self._maker, "extras") else row))
 
     def _action(self, text: str) -> Any:
         """The answer in the form of the action space; None if it names no action."""
@@ -394,15 +403,32 @@ def _configurations(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     """The dataclasses among the types of required arguments, by the argument's name; their fields have defaults or a
     plain type."""
     configurations: dict[str, Any] = {}
-    for parameter in parameters_of(maker):
-        if parameter.default is parameter.empty and parameter.name not in arguments:
-            is_union = get_origin(parameter.annotation) in (Union, types.UnionType)
-            for kind in get_args(parameter.annotation) if is_union else (parameter.annotation,):
+    for name, annotation in _required(maker).items():
+        if name not in arguments:
+            is_union = get_origin(annotation) in (Union, types.UnionType)
+            for kind in get_args(annotation) if is_union else (annotation,):
                 if dataclasses.is_dataclass(kind) and all(
                     not is_required(field) or _type_name(field) in _PLAIN_NAMES for field in dataclasses.fields(kind)
                 ):
-                    configurations.setdefault(parameter.name, kind)
+                    configurations.setdefault(name, kind)
     return configurations
+
+
+def _required(maker: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of the parameters without defaults, by name."""
+    return {
+        parameter.name: parameter.annotation
+        for parameter in parameters_of(maker)
+        if parameter.default is parameter.empty
+    }
+
+
+def _empty() -> Any:
+    """An empty configuration, of the kind that SkyRL-gym's environments are given."""
+    try:
+        return importlib.import_module("omegaconf").DictConfig({})
+    except ImportError:
+        return {}
 
 
 def _key(messages: Messages) -> str:
