@@ -42,6 +42,9 @@ class Remembering:
     def summarize(self, values: Mapping[str, Any]) -> None:
         self.summary |= values
 
+    def flush(self) -> None:
+        pass
+
     def finish(self, exit_code: int) -> None:
         self.exit_code = exit_code
 

@@ -141,6 +141,16 @@ def test_attempts_of_a_live_run_write_beside_each_other(harness: RunHarness) -> 
     assert trackers_of(folder)["tensorboard"]["folder"] == str(folder.path / "tensorboard")
 
 
+def test_figures_that_count_as_logged_survive_a_kill(harness: RunHarness) -> None:
+    folder = make(harness, state="training")
+    specification = Specification.read(folder)
+    follower = RunFollower(folder, specification, [TensorBoardTracker(tracked_run(specification, folder.path, 1))])
+    for steps in (range(1, 4), range(4, 40)):
+        rows(folder, 1, steps, 0.5)
+        follower.pass_on()
+        assert [step for step, _ in scalars(folder.path / "tensorboard")["train/reward"]] == list(range(1, steps.stop))
+
+
 def test_configuration_adds_the_tracker_to_the_crew(harness: RunHarness) -> None:
     plain = harness.specification()
     logging = plain.config.logging.model_copy(update={"trackers": ["tensorboard"]})

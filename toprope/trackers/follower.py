@@ -67,6 +67,8 @@ class RunFollower:
             if self._spec.run_kind.starts_runs:
                 self._pass_candidates()
         if (self._offset, self._logged) != before:
+            for tracker in self._trackers:  # the record says that they have it, also after a kill
+                tracker.flush()
             self.write_record()
         return has_more
 

@@ -46,6 +46,9 @@ class TrackioTracker(SteppedTracker):
         """See `Tracker.record`."""
         return {"project": self._project}
 
+    def flush(self) -> None:
+        """See `Tracker.flush`. trackio writes by itself."""
+
     def finish(self, exit_code: int) -> None:
         """See `Tracker.finish`."""
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class TensorBoardTracker(SteppedTracker):
 
     def __init__(self, run: TrackedRun, folder: Path | None = None) -> None:
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX.event_file_writer import EventsWriter
         except ImportError:
             raise ComponentFailed(
                 "TensorBoard files need the package tensorboardX, which is not installed.",
@@ -41,30 +42,43 @@ class TensorBoardTracker(SteppedTracker):
             ) from None
         self._folder = folder or run.folder / FOLDER
         try:
-            self._writer = SummaryWriter(str(self._folder), filename_suffix=f".attempt-{run.attempt}")
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(self._folder / "events"), f".attempt-{run.attempt}")
         except OSError as error:
             raise ComponentFailed(f"TensorBoard files cannot be written: {error}.") from None
         # Indented text is shown as it is.
-        text = json.dumps({"kind": run.kind, "group": run.group, **run.config}, indent=2, default=str)
-        self._writer.add_text("configuration", "\n".join(f"    {line}" for line in text.splitlines()), 0)
+        config = json.dumps({"kind": run.kind, "group": run.group, **run.config}, indent=2, default=str)
+        self._add("text", "configuration", "\n".join(f"    {line}" for line in config.splitlines()))
 
     @property
     def record(self) -> dict[str, Any]:
         """See `Tracker.record`."""
         return {"folder": str(self._folder)}
 
+    def flush(self) -> None:
+        """See `Tracker.flush`."""
+        self._call(self._writer.flush)
+
     def finish(self, exit_code: int) -> None:
         """See `Tracker.finish`."""
-        try:
-            self._writer.close()
-        except OSError as error:
-            raise ComponentFailed(f"TensorBoard files cannot be written: {error}.") from None
+        self._call(self._writer.close)
 
     def _write(self, values: Mapping[str, Value]) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._add("scalar", name, float(value))
+
+    def _add(self, kind: str, name: str, value: str | float) -> None:
+        # Its SummaryWriter would hold events for up to two minutes, in a queue that nothing flushes.
+        from tensorboardX import summary
+        from tensorboardX.proto.event_pb2 import Event
+
+        content = getattr(summary, kind)(name, value)
+        self._call(self._writer.write_event, Event(wall_time=time.time(), step=self._step, summary=content))
+
+    def _call(self, method: Callable[..., object], *arguments: object) -> None:
         try:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._writer.add_scalar(name, float(value), self._step)
+            method(*arguments)
         except OSError as error:
             raise ComponentFailed(f"TensorBoard files cannot be written: {error}.") from None
 

@@ -56,6 +56,9 @@ class Tracker(Protocol):
     def summarize(self, values: Mapping[str, Value]) -> None:
         """Set figures of the whole run."""
 
+    def flush(self) -> None:
+        """Write down what was logged so far, as far as the tracker lets its user decide when."""
+
     def finish(self, exit_code: int) -> None:
         """Close the run and wait until everything is written or sent. 0: it completed or was stopped."""
 

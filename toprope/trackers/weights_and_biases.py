@@ -64,6 +64,9 @@ class WandbTracker:
         """See `Tracker.summarize`."""
         self._run.summary.update(dict(values))
 
+    def flush(self) -> None:
+        """See `Tracker.flush`. wandb's own process writes them."""
+
     def finish(self, exit_code: int) -> None:
         """See `Tracker.finish`."""
         self._run.finish(exit_code)
