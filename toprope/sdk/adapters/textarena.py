@@ -17,7 +17,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
-import itertools
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -42,8 +41,6 @@ PYTHON = ">=3.12"
 _ONE_PLAYER = "SinglePlayerState"
 _VARIANTS = ("-train", "-raw")
 """Suffixes of ids for the same game with other observations; the knob `show` selects those instead."""
-_ALIKE = 8
-"""Number of first games compared to see if seeds make a difference."""
 _REPOSITORY = "https://github.com/LeonGuertler/TextArena"
 _SHARES = ("_get_percentage_completion", "_progress", "_calculate_progress")
 """Names of methods that return the share of a game that is done."""
@@ -80,12 +77,8 @@ class TextArena(Environment):
         self.max_turns = most or answer_limit(arguments, self._games.state)
 
     def tasks(self) -> Iterator[Task]:
-        first = [self._games.task(seed) for seed in range(_ALIKE)]
-        alike = len({key for _, key in first}) == 1
-        for seed in itertools.count():
-            text, key = first[seed] if seed < _ALIKE else self._games.task(seed)
-            # If every game begins alike, tasks differ by randomness alone: use seeds as keys.
-            yield Task(text, data={"seed": seed}, key=f"{key} {seed}" if alike else key)
+        for seed, text, key in self._games.tasks():
+            yield Task(text, data={"seed": seed}, key=key)
 
     def reset(self, task: Task) -> Messages:
         self._over = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from toprope.sdk.errors import InvalidRequest, LoadError
 LIMITS = ("max_turns", "num_guesses", "num_turns", "num_hands")
 """Parameters of games that limit their length."""
 _UNKNOWN_LIMIT, _LARGEST_LIMIT = 200, 1000
+_ALIKE = 8
+"""Number of first games compared to see if seeds make a difference."""
 _BEGUN = 64
 """Number of started games to cache for copies."""
 
@@ -78,7 +81,16 @@ class Games:
         with own_luck:
             return self.copied(begun), own_luck
 
-    def task(self, seed: int) -> tuple[str, str]:
+    def tasks(self) -> Iterator[tuple[int, str, str]]:
+        """Yield each seed with the first observation of its game, and the key of its task, without end."""
+        first = [self._task(seed) for seed in range(_ALIKE)]
+        alike = len({key for _, key in first}) == 1
+        for seed in itertools.count():
+            text, key = first[seed] if seed < _ALIKE else self._task(seed)
+            # If every game begins alike, tasks differ by randomness alone: use seeds as keys.
+            yield seed, text, f"{key} {seed}" if alike else key
+
+    def _task(self, seed: int) -> tuple[str, str]:
         """Return the first observation, and the key of the game."""
         begun, luck = self.begin(seed)
         game = self.copied(begun)

@@ -13,7 +13,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +27,6 @@ from toprope.sdk.errors import InvalidRequest, LoadError
 __all__ = ["Match", "tags_of"]
 
 _MOST_PLAYERS = 15
-_ALIKE = 8
-"""Number of first games compared to see if seeds make a difference."""
 
 
 def tags_of(asks: bool, alone: bool) -> tuple[str, ...]:
@@ -109,13 +106,8 @@ class Match(OwnLoop):
         self.max_turns = most or answer_limit(arguments, self._games.state)
 
     def tasks(self) -> Iterator[Task]:
-        first = [self._games.task(seed) for seed in range(_ALIKE)]
-        alike = len({key for _, key in first}) == 1
-        for seed in itertools.count():
-            text, key = first[seed] if seed < _ALIKE else self._games.task(seed)
-            # If every game begins alike, tasks differ by randomness alone: use seeds as keys.
-            data = {"seed": seed, "seat": seed % self._players}
-            yield Task(text, data=data, key=f"{key} {seed}" if alike else key)
+        for seed, text, key in self._games.tasks():
+            yield Task(text, data={"seed": seed, "seat": seed % self._players}, key=key)
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         """Play the games of a group side by side; a game that fails is an error of each of its rollouts."""
