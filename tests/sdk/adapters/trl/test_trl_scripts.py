@@ -298,6 +298,15 @@ def test_a_class_scored_by_a_function_is_found(tmp_path: Path) -> None:
     assert json.loads(listed.target)["reward_funcs"] == ["reward"]
 
 
+def test_helper_that_takes_completions_is_no_reward(tmp_path: Path) -> None:
+    helper = "rows = [{'prompt': 'Go.'}]\ndef texts(completions): return completions\n"
+    reward = "def brief(completions, **kwargs): return [1.0 for _ in texts(completions)]\n"
+    [listed] = trl.declared(tmp_path / "brief.py", ast.parse(helper + reward))
+    assert json.loads(listed.target)["reward_funcs"] == ["brief"] and not listed.problem
+    [alone] = trl.declared(tmp_path / "brief.py", ast.parse(helper))
+    assert "texts is no reward function of TRL: it must take **kwargs" in alone.problem
+
+
 def test_the_packages_that_a_script_names_are_those_of_its_environment(script: Path) -> None:
     source = script.read_text()
     assert script_requirements(source) == ["datasets", "echo-env @ git+https://example.com/echo_env"]

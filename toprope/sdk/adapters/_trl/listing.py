@@ -17,12 +17,17 @@ __all__ = ["TURNS", "declared"]
 TURNS = 10
 """Most answers of a rollout with tools, by default."""
 
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List a training script; or a file with reward functions over `completions`, or a class with `reset` and
     `get_reward`, and rows."""
     parameters = {name: words for name, words in functions(tree).items() if not name.startswith("_")}
-    rewards = [name for name, words in parameters.items() if {"completions", "environments"} & set(words)]
+    scoring = [name for name, words in parameters.items() if {"completions", "environments"} & set(words)]
+    # TRL passes every column, the trainer's state and loggers: what does not take them all is a helper of others.
+    taking = {node.name for node in tree.body if isinstance(node, _FUNCTIONS) and node.args.kwarg}
+    rewards = [name for name in scoring if name in taking]
     scored = any("environments" in words for words in parameters.values())  # by a function instead of get_reward()
     defined = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     classes = [node for node in defined if {"reset", "get_reward"} <= _methods(node)]
@@ -32,11 +37,13 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     # An import of a script would train; what only its main part does is no harm to a file that has rows and rewards.
     if call is not None and (_trains_at_import(tree) or not rows or not (rewards or classes)):
         return [_script_listed(file, tree, call)]
-    if not rewards and not classes:
+    if not scoring and not classes:
         return []
     lone = classes[0] if len(classes) == 1 else None
     problem = ""
-    if len(classes) > 1:
+    if not rewards and not classes:
+        problem = f"{scoring[0]} is no reward function of TRL: it must take **kwargs, the columns of the rows."
+    elif len(classes) > 1:
         problem = f"{file.name} has {len(classes)} environment classes: keep one in a file."
     elif not rows and lone is None:
         problem = f"No rows: add a list `rows`, a function `rows()`, or {file.stem}.jsonl beside {file.name}."
@@ -84,4 +91,4 @@ def _script_listed(file: Path, tree: ast.Module, call: ast.Call) -> Listed:
 
 
 def _methods(node: ast.ClassDef) -> set[str]:
-    return {method.name for method in node.body if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return {method.name for method in node.body if isinstance(method, _FUNCTIONS)}
