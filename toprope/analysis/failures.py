@@ -150,9 +150,9 @@ _SPECIFIC: tuple[_Cause, ...] = (
         r"\bis not a number|loss (is|was|became) nan|nan (loss|gradient|in )|probability tensor contains "
         r"either|found inf or nan|(weights?|parameters?|logits) (are|is|contain)\b.{0,40}(nan|not finite)|"
         r"\bnon-?finite\b",
-        "fork_config, then edit_config optimizer.learning_rate to a third, optimizer.max_grad_norm lower, and with "
-        "LoRA policy.dtype to float32 if it is float16; check that the scorer's rewards are bounded. Then "
-        "start_training.",
+        "fork_config, then edit_config optimizer.learning_rate (in fine-tuning sft.learning_rate) to a third, "
+        "max_grad_norm lower, and with LoRA policy.dtype to float32 if it is float16; check that the scorer's rewards "
+        "are bounded. Then start_training.",
     ),
     _Cause(
         "port",

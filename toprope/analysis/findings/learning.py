@@ -31,7 +31,8 @@ def nan(history: TrainingHistory) -> Symptom | None:
     if not lost:
         return None
     reward = history.recent("reward")
-    rate, dtype = history.config.optimizer.learning_rate, history.config.policy.dtype
+    section = "sft" if history.config.algorithm.name == "sft" else "optimizer"
+    rate, dtype = getattr(history.config, section).learning_rate, history.config.policy.dtype
     changes: dict[str, Any] = {}
     if abs(reward) > 1e6:
         change = f"the reward reaches {reward:.2g}: bound it in the environment's score(), then start_training again"
@@ -39,7 +40,8 @@ def nan(history: TrainingHistory) -> Symptom | None:
         changes = {"policy.dtype": "float32"}
         change = edit("policy.dtype to float32 (float16 overflows)")
     else:
-        changes = {_RATE: _lower(history, rate / 3), "optimizer.max_grad_norm": 0.5}
+        field = f"{section}.learning_rate"
+        changes = {field: _lower(history, rate / 3, field), f"{section}.max_grad_norm": 0.5}
         change = edit(said(changes))
     return Symptom(
         "critical",
@@ -255,6 +257,8 @@ def gradient_spikes(history: TrainingHistory) -> Symptom | None:
     norm = history["grad_norm"]
     if norm.start is None or history.rows < 2 * history.early or history.gain > history.noise:
         return None
+    if not history["reward"].count:  # fine-tuning on demonstrations has no reward that could fail to rise
+        return None
     if (history["frac_reward_zero_std"].start or 0.0) >= 0.5:
         return None  # With so little signal the start gives no baseline.
     limit = max(norm.start + 3.0 * norm.start_spread, 3.0 * norm.start)
@@ -273,9 +277,9 @@ def gradient_spikes(history: TrainingHistory) -> Symptom | None:
     )
 
 
-def _lower(history: TrainingHistory, rate: float) -> float:
+def _lower(history: TrainingHistory, rate: float, field: str = _RATE) -> float:
     """Return the learning rate to advise in place of a too high one, in two digits."""
-    return float(history.towards(_RATE, float(f"{rate:.2g}")))
+    return float(history.towards(field, float(f"{rate:.2g}")))
 
 
 def _said_steps(history: TrainingHistory) -> str:

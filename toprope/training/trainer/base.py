@@ -290,9 +290,10 @@ class TrainingRun(ABC):
             self._member.report(NoRoom(f"{self._metrics.behind} rows of metrics.jsonl wait for room on the disk"))
         self._member.report(Stepped(step, self._config.budget.steps, row | {"eta_s": self._eta(step)}))
         if not_finite is not None:
+            section = "sft" if self._config.algorithm.name == "sft" else "optimizer"  # holds the rate
             raise TopropeError(
                 f"{not_finite} at step {step} is not a number. Nothing of that step was published or saved.",
-                hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; metrics.jsonl has the steps before.",
+                hint=f"Lower {section}.learning_rate or {section}.max_grad_norm; metrics.jsonl has the steps before.",
             )
         retry = self._unsaved_since is not None and time.monotonic() - self._unsaved_since >= SAVE_AGAIN_S
         if retry or (self._unsaved_since is None and step % self._config.logging.save_steps == 0):

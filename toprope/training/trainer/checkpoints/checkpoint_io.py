@@ -139,7 +139,7 @@ def save_part(
     if worst[1]:
         raise TopropeError(
             "The optimizer's state is not finite, and was not saved.",
-            hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; the checkpoint before it stands.",
+            hint="Lower learning_rate or max_grad_norm (of optimizer, or of sft); the checkpoint before it stands.",
         )
     if worst[0]:
         raise OSError(int(worst[0]), os.strerror(int(worst[0])))
