@@ -94,6 +94,13 @@ def test_test_of_same_policy_warns(fields: dict[str, Any], rule: str) -> None:
     assert rule not in rules(preset(), known, earlier_test(**fields, policy="other"))
 
 
+def test_answers_that_were_cut_off_get_more_than_the_test_allowed() -> None:
+    cut = earlier_test(policy="a/model", truncated=0.8, max_new_tokens=512)
+    large = preset("single-gpu", policy__model="a/model", rollout__max_new_tokens=128)
+    found = rules(large, None, cut)["answers_cut_off"]
+    assert found == {"rollout.max_new_tokens": 1024, "policy.max_context": 1920}
+
+
 def test_signal_grows_with_group() -> None:
     found = earlier_test(signal=0.3, pass_rate=0.05)
     assert likely_signal(found, 2) < likely_signal(found, 8) < likely_signal(found, 16) < 1

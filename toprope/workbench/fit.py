@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.analysis.findings.configured import expected_signal
-from toprope.analysis.findings.rules import said
+from toprope.analysis.findings.rules import longer_answers, said
 from toprope.settings.schema import EMBEDDED, Config
 from toprope.training.policy.tiny_model import RECIPES, Recipe
 from toprope.workbench.launch.baseline import Baseline
@@ -212,10 +212,13 @@ def _ends(config: Config, tasks: TaskSample | None, tested: Baseline | None) -> 
     limit = config.rollout.max_new_tokens
     if tested is None or tested.truncated is None or tested.truncated < _CUT or limit > tested.max_new_tokens:
         return None
+    longer, recipe = longer_answers(config, 2 * tested.max_new_tokens), _recipe(config)
+    if recipe is not None and longer.get("policy.max_context", 0) > recipe.context:
+        longer = {}
     return Misfit(
         "answers_cut_off",
         f"In {tested.run_id} {tested.truncated:.0%} of the answers were cut off at {tested.max_new_tokens} tokens.",
-        {"rollout.max_new_tokens": 2 * limit},
+        longer,
         "If longer answers do not end either, supervised fine-tuning teaches their end.",
     )
 

@@ -26,7 +26,7 @@ def test_signal_is_reported_with_share_of_groups() -> None:
 def test_cut_off_answers_without_success_are_no_signal() -> None:
     said = verdict(accuracy=0.0, all_wrong_share=1.0, signal_share=0.01, truncated=0.949)
     assert "no signal to train on" in said and "94.9% of the answers are cut off at 256 tokens" in said
-    assert "rollout.max_new_tokens to 512 and policy.max_context to 1024" in said
+    assert "rollout.max_new_tokens to 512 and policy.max_context to 768" in said
     assert "supervised fine-tuning first (algorithm.name sft, sft.learning_rate 0.002)" in said
     assert "works" not in said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toprope.analysis.findings.configured import expected_signal
+from toprope.analysis.findings.rules import longer_answers, said
 from toprope.analysis.reports.results import Accuracy
 from toprope.settings.schema import EMBEDDED, Config
 from toprope.text_format import percent
@@ -90,9 +91,7 @@ def _remedies(test: Accuracy, config: Config, signal: float, size: int, *, known
     if not known:  # what else a test shows of such a policy follows from it
         return remedies
     if (test.truncated or 0.0) >= _CUT:
-        changes = f"rollout.max_new_tokens to {2 * limit}"
-        if 3 * limit > config.policy.max_context:
-            changes += f" and policy.max_context to {2 * config.policy.max_context}"
+        changes = said(longer_answers(config, 2 * limit))
         remedies.append(
             f"{percent(test.truncated)} of the answers are cut off at {limit} tokens: edit_config {changes}"
         )

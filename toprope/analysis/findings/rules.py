@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from toprope.analysis.findings.history import TrainingHistory
+from toprope.settings.schema import Config
 from toprope.text_format import value
 from toprope.untrusted import named
 
@@ -67,6 +68,19 @@ def after_end(next_action: str) -> str:
 def said(changes: Mapping[str, Any]) -> str:
     """Format changes of fields as `rollout.group_size to 8 and algorithm.beta to 0`."""
     return " and ".join(f"{named(name)} to {setting(new)}" for name, new in changes.items())
+
+
+def longer_answers(config: Config, limit: int) -> dict[str, Any]:
+    """Return the edit that allows answers of `limit` tokens.
+
+    The context grows with it if prompts would have less than half of their present room: no test knows how long they
+    are, and edit_config takes no limit that leaves them nothing.
+    """
+    context, present = config.policy.max_context, config.rollout.max_new_tokens
+    changes = {"rollout.max_new_tokens": limit}
+    if 2 * (context - limit) < context - present:
+        changes["policy.max_context"] = context - present + limit
+    return changes
 
 
 def setting(setting_value: Any) -> str:

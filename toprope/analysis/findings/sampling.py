@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from toprope.analysis.findings.history import TrainingHistory
-from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, mended, share
+from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, longer_answers, mended, share
 
 _LOGP = "sampling/sampling_logp_difference/mean"
 _SATURATED = 0.8
@@ -39,7 +39,7 @@ def truncated(history: TrainingHistory) -> Symptom | None:
             'policy.model "run:<id of that run>"',
             "high",
         )
-    more = {"rollout.max_new_tokens": history.towards("rollout.max_new_tokens", 2 * limit)}
+    more = longer_answers(history.config, history.towards("rollout.max_new_tokens", 2 * limit))
     if cut_share >= 0.9 and lost:
         return mended("critical", f"{summary}, and none is right: the limit is too low.", observed, more, "high")
     if not history.judged(history.early) or cut_share < 0.9 * (cut.start or 0.0):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toprope.analysis.findings.rules import MEASURED, edit, said
+from toprope.analysis.findings.rules import MEASURED, edit, longer_answers, said
 from toprope.records.run.status import Finding
 from toprope.settings.schema import Config
 
@@ -64,9 +64,8 @@ def standstill(
             what += "."
     elif why == "empty" and config.algorithm.mask_truncated_completions:
         what = f"All {total} groups were dropped {since}, most because all their answers were cut off."
-        next_ = edit(
-            f"rollout.max_new_tokens to {2 * rollout.max_new_tokens}, or algorithm.mask_truncated_completions to false"
-        )
+        longer = said(longer_answers(config, 2 * rollout.max_new_tokens))
+        next_ = edit(f"{longer}, or algorithm.mask_truncated_completions to false")
     else:
         what = f"All {total} groups were dropped {since}, most as {why}."
     return Finding(
