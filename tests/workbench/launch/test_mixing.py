@@ -149,6 +149,6 @@ def test_report_says_which_environments_improved() -> None:
         run_id="run-a", kind="train", environment="a", state="completed", created_at=0.0, since=0.0, updated_at=1.0
     )
     found = build(spec, status, {"before": evaluation(a=10, b=50), "after": evaluation(a=80, b=52)}, [])
-    assert found.rose and found.rose_each == {"a": True, "b": False}
+    assert found.rose and {name: one.verdict for name, one in found.change_each.items()} == {"a": "rose", "b": "none"}
     after = found.evaluations["after"].environments["b"].sampled
     assert after is not None and after.low < after.accuracy == 0.52 < after.high

@@ -45,7 +45,7 @@ _OTHER_NAMES = {"clip_ratio/region_mean": ("cispo_clip_ratio",), "time/wait": ("
 _SHORTEST, _LONGEST = 5, 20
 
 
-BY_ENVIRONMENT = ("reward", "success", "frac_reward_zero_std", "errors_share", "share")
+BY_ENVIRONMENT = ("success", "frac_reward_zero_std", "errors_share", "share")
 """Metrics of each environment of a mixture that the rules read."""
 _ENVIRONMENT = "environments/"
 _OF_TASKS = (

@@ -128,7 +128,6 @@ def build(
         change=change,
         change_each=change_each,
         rose=None if change is None else change.verdict == "rose",
-        rose_each={label: one.verdict == "rose" for label, one in change_each.items()},
         seconds=_seconds(status, events, last_metrics),
         steps=int(last_metrics.get("step") or 0),
         rollouts=_rollouts(rows),

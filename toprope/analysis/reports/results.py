@@ -155,7 +155,6 @@ class Results(BaseModel):
     change_each: dict[str, AccuracyChange] = {}
     """`change` per environment if there are several."""
     rose: bool | None = None
-    rose_each: dict[str, bool] = {}
     curricula: dict[str, Any] = {}
     """Per environment with a curriculum: its knob, levels, present level, and the measurements that raised it."""
     seconds: Seconds
