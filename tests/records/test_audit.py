@@ -101,6 +101,18 @@ def test_arguments_are_cut_and_secrets_masked():
     assert '"max_new_tokens": 5' in text
 
 
+def test_keys_and_passwords_within_arguments_are_masked():
+    given = [
+        "https://bob:hunter2@git.example/x.git",
+        "https://__token__:pypi-AgEIcHlwaS5vcmc@host/simple",
+        {"header": "Bearer sk-0123456789abcdef0123"},
+        "x" * 170 + " hf_0123456789abcdefghijklmnopqrstuv",
+    ]
+    text = json.dumps(shorten(given))
+    assert not any(part in text for part in ("hunter2", "pypi-", "0123456789"))
+    assert "git.example/x.git" in text and "host/simple" in text
+
+
 def test_a_line_is_never_longer_than_its_limit(trail):
     trail.append({"did": "x", "arguments": {str(n): {str(m): "y" * 200 for m in range(20)} for n in range(20)}})
     assert max(map(len, trail.path.read_bytes().splitlines())) < 8192

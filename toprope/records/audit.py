@@ -24,7 +24,7 @@ from typing import Any
 
 from toprope.errors import visible
 from toprope.records.run.folder import lines_backwards
-from toprope.text_format import hide
+from toprope.text_format import hide, hide_keys
 
 MOST_BYTES = 4 << 20
 """Size at which a file is put aside."""
@@ -73,7 +73,7 @@ def shorten(arguments: Any, secrets: Iterable[str] = (), depth: int = 4) -> Any:
 
 
 def _cut(text: str, secrets: Iterable[str]) -> str:
-    text = visible(hide(text, secrets), _VALUE)
+    text = visible(hide_keys(hide(text, secrets)), _VALUE)
     return text.encode(errors="replace").decode()
 
 
