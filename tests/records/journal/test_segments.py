@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from toprope.errors import Corrupt
-from toprope.records.journal import segments
+from toprope.records.journal import file_journal, segments
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.frames import GROUP, scan
 from toprope.records.journal.marks import Committed, GroupNote, Snapshot
@@ -90,6 +90,17 @@ def test_open_reader_does_not_keep_the_space_of_a_compressed_segment(tmp_path: P
             held.append(os.readlink(descriptor))
     journal.close()
     assert not [path for path in held if str(tmp_path) in path and path.endswith("(deleted)")]
+
+
+def test_readers_at_their_limit_survive_compression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_journal, "_OPEN_SEGMENTS", 2)
+    journal = _filled(tmp_path)
+    assert len(ordinals(tmp_path)) > 2
+    for seq in (1, _GROUPS):
+        journal.read(seq)
+    _compress_all(journal)
+    assert journal.read(1) == _bodies()[0], "its descriptor is closed once"
+    journal.close()
 
 
 @pytest.mark.parametrize("step", ["write", "read back", "fsync", "replace", "fsync folder", "unlink"])

@@ -390,7 +390,7 @@ class FileJournal:
         reader = self._readers.get(ordinal)
         if reader is not None and not reader.compressed and ordinal != self._newest:
             if not plain_path(self._folder, ordinal).exists():  # compressed meanwhile: an open file keeps its space
-                reader.close()
+                self._readers.pop(ordinal).close()
                 reader = None
         if reader is None:
             if len(self._readers) >= _OPEN_SEGMENTS:
