@@ -17,6 +17,7 @@ from tests.support.tools_house import become, do, finish
 from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.folder import read_json
+from toprope.records.run.usage import purse_of
 
 
 def test_runs_are_compared_by_group_with_interval(house, draft):
@@ -29,13 +30,16 @@ def test_runs_are_compared_by_group_with_interval(house, draft):
             finish(shop, launcher, run_id, right)
         groups.append(answer.data)
     a, b = groups
+    for run_id in b.run_ids:  # a judge was paid, and processors have no price
+        purse_of(shop.runs.folder(run_id), None).reserve(0.25)
     answer = do(compare_runs, shop, a=[a.group_id], b=[b.group_id])
     found = answer.data
+    assert "0.75 USD in 3 runs" in answer.text
     assert found.sampled.verdict == "b" and "b is better" in answer.text
     assert found.sampled.a["by_run"] == [0.4, 0.42, 0.44] and found.b.seeds == [10, 11, 12]
     assert "spread between seeds (3 and 3 runs" in found.sampled.floor_basis
     told = do(get_results, shop, run_id=b.run_ids[0], detail="detailed")
-    assert "Taken: " in told.text and "150 CPU-seconds" in told.text and told.data.results["usage"]["cpu_s"] == 150.0
+    assert "Taken: " in told.text and "0.25 USD." in told.text and "150 CPU-seconds" in told.text and told.data.results["usage"]["cpu_s"] == 150.0
     seeds = next(check for check in told.data.results["integrity"] if check["name"] == "seeds")
     assert seeds["state"] == "ok" and "solved by this seed alone" in seeds["what"]
     for tool in (reproduce_run, browse_rollouts, resume_training):

@@ -96,8 +96,8 @@ def used(
     if usage.gpu_s:
         parts.append(f"{usage.gpu_s / 3600:.3g} GPU-hours")
     parts += [f"{usage.peak_memory_bytes / 1e9:.2g} GB of memory at most", f"{usage.disk_bytes / 1e9:.2g} GB on disk"]
-    if usage.usd is not None:
-        parts.append(f"{usage.usd:.3g} USD")
+    if usage.cost_usd is not None:
+        parts.append(f"{usage.cost_usd:.3g} USD")
     measured = f", as measured {ago(usage.at)}" if live and usage.at else ""
     measured += f", with its {plural(len(members), 'run')}" if members else ""
     return [f"Taken{measured}: {', '.join(parts)}."], usage.model_dump(mode="json", exclude={"version", "days"})

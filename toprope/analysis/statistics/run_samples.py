@@ -90,7 +90,7 @@ def measured(folder: RunFolder, state: str) -> Measured:
         loose,
         sampled,
         greedy,
-        cost_of(folder, specification),
+        cost_of(folder),
         ancestors,
         lost,
     )
@@ -114,7 +114,7 @@ def ancestors_of(folder: RunFolder, specification: Specification) -> tuple[dict[
         except (NotFound, Corrupt, ValueError):
             lost.append(run_id)
             continue
-        costs[run_id] = cost_of(ancestor_folder, parent)
+        costs[run_id] = cost_of(ancestor_folder)
         waiting += _parents(parent)
     return costs, tuple(lost)
 
@@ -138,14 +138,13 @@ def _runs_behind(version: Path, depth: int = 8) -> list[str]:
     return runs
 
 
-def cost_of(folder: RunFolder, specification: Specification) -> Cost:
-    """Return the measured cost of a run."""
+def cost_of(folder: RunFolder) -> Cost:
+    """Return the measured cost of a run; in USD that of models that were called, too."""
     row = last_row(folder.metrics)
     try:
         usage = Usage.read(folder)
     except Corrupt:
         usage = None
-    priced = usage is not None and specification.limits is not None
     return Cost(
         steps=int(row.get("step") or 0),
         rollouts=int(row.get("rollouts") or 0),
@@ -153,7 +152,7 @@ def cost_of(folder: RunFolder, specification: Specification) -> Cost:
         wall_s=usage.wall_s if usage else None,
         cpu_s=usage.cpu_s if usage else None,
         gpu_s=usage.gpu_s if usage else None,
-        usd=usage.usd if usage is not None and priced else None,
+        usd=usage.cost_usd if usage else None,
     )
 
 
