@@ -224,7 +224,7 @@ def test_prune_deletes_only_old_ended_runs_after_dry_run(tmp_path):
         other.release()
 
 
-def specify(folder, config, created_at=0.0):
+def specify(folder, config, created_at=0.0, opponent_policy=None):
     Specification(
         run_id=folder.run_id,
         kind="train",
@@ -233,15 +233,18 @@ def specify(folder, config, created_at=0.0):
         environment=EnvironmentSource(name="words", file="x", attribute="X"),
         config=config,
         policy_cache="",
+        opponent_policy=opponent_policy,
     ).write(folder)
 
 
-def test_prune_keeps_checkpoint_used_by_live_run(tmp_path):
+@pytest.mark.parametrize("plays", ["policy", "opponent"])
+def test_prune_keeps_checkpoint_used_by_live_run(tmp_path, plays):
     old = make_run(tmp_path, "old", "completed", ended=40 * DAY)
     living = make_run(tmp_path, "live", "training")
-    config = Config()
-    config.policy.model = str(old.checkpoints / "step-1")
-    specify(living, config)
+    config, weights = Config(), str(old.checkpoints / "step-1")
+    if plays == "policy":
+        config.policy.model = weights
+    specify(living, config, opponent_policy=weights if plays == "opponent" else None)
     lock = RunLock.acquire(living.lock)
     try:
         assert "nothing to delete" in toprope(tmp_path, "prune").stdout

@@ -105,8 +105,8 @@ def old_runs(workshop: Workshop, *, older_than_s: float, keep: int | None) -> li
 
 
 def _policies_in_use(workshop: Workshop, run_ids: list[str]) -> list[Path]:
-    """Folders of policies that live runs started from (one may be an older run's checkpoint), and of the runs that a
-    live sweep measures its candidates with."""
+    """Folders of policies that live runs started from or play against (one may be an older run's checkpoint), and of
+    the runs that a live sweep measures its candidates with."""
     folders = []
     for run_id in run_ids:
         folders += [(workshop.home.runs / member).resolve() for member in members_in(workshop.home.runs, run_id)]
@@ -114,8 +114,8 @@ def _policies_in_use(workshop: Workshop, run_ids: list[str]) -> list[Path]:
             specification = Specification.read(workshop.runs.folder(run_id))
         except (NotFound, Corrupt):
             continue
-        if os.path.isabs(policy := specification.config.policy.model):
-            folders.append(Path(policy).resolve())
+        policies = (specification.config.policy.model, specification.opponent_policy or "")
+        folders += [Path(policy).resolve() for policy in policies if os.path.isabs(policy)]
         if specification.continued_run:
             folders.append((workshop.home.runs / specification.continued_run).resolve())
     return folders
