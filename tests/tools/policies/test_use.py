@@ -21,12 +21,13 @@ from toprope_tools.runs.training import stop_training
 from toprope_tools.runs.use import evaluate_policy, serve_policy
 
 from tests.support.run_engines import ECOSYSTEMS
-from tests.support.tools_house import do
+from tests.support.tools_house import become, do, start_run
 from tests.tools.policies.house import export, greedy, toprope
-from toprope.errors import InvalidValue, LockedField, NotFound
+from toprope.errors import InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.records.messages import Evaluated, Finished, Progress
 from toprope.records.run.checkpoints import checkpoint_of
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.launch import note_kept, wanted
 from toprope.records.run.manifest import Manifest, Policy
 from toprope.records.run.specification import AskPlan, Specification, StandardTasks
 from toprope.records.run.tested_models import Measurement, StandardScore, add_measurement, read_served, served_key
@@ -91,6 +92,17 @@ def test_standard_tasks_ask_the_policy_before_and_after(shop, live, full, base, 
     cards = {step: Path(export(shop, f"{full.run_id}@{step}").data.path, "README.md").read_text() for step in (2, 4)}
     assert f"`words` `match/accuracy`: {line}" in cards[2]
     assert "3 samples" in cards[4] and "at step 2" not in cards[4]
+
+
+@pytest.mark.parametrize("ending", ["", "@6"])
+def test_checkpoint_that_a_cluster_keeps_is_asked_for(shop, ending):
+    folder = start_run(shop)
+    note_kept(folder, {"step-000006": 7_000_000})
+    last = {"step": 6, "path": "checkpoints/step-000006", "cursor": 0}
+    become(folder, "completed", ended_at=time.time(), checkpoint=last)
+    with pytest.raises(NotPossibleNow, match=f"Step 6 of {folder.run_id} is on its cluster; it was asked for"):
+        do(evaluate_policy, shop, run_id=f"{folder.run_id}{ending}", tasks=["inspect_evals/gsm8k"])
+    assert wanted(folder) == ["step-000006"]
 
 
 def test_agents_start_standard_tasks_of_packages_alone(shop, full, adapted, owner, inspect_python, monkeypatch):

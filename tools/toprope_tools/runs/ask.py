@@ -17,6 +17,7 @@ from toprope.records.run.checkpoints import (
     no_sound_checkpoint,
     split_step,
 )
+from toprope.records.run.launch import ask_for
 from toprope.records.run.specification import AskPlan, Specification
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import AnsweredConversation, read_answers
@@ -128,7 +129,7 @@ def checkpoint_to_use(workshop: Workshop, checkpoint_name: str) -> tuple[Specifi
         The run, its checkpoint, and the checkpoint in words.
 
     Raises:
-        NotPossibleNow: The run is live, or has no such checkpoint.
+        NotPossibleNow: The run is live, has no such checkpoint, or only its cluster has it, which is asked for it.
         NotFound, Corrupt: There is no such run, or its checkpoints are damaged.
     """
     run_id, step = split_step(checkpoint_name)
@@ -139,6 +140,7 @@ def checkpoint_to_use(workshop: Workshop, checkpoint_name: str) -> tuple[Specifi
             f"{run_id} is {status.state}: its checkpoints still change.",
             hint=f"{call('check_status', run_ids=[run_id], wait_s=45)} waits for its end.",
         )
+    ask_for(folder, step)
     weights = folder.path / status.checkpoint["path"] / "model" if status.checkpoint else None
     if status.checkpoint is None or weights is None or not weights.is_dir():
         raise NotPossibleNow(
