@@ -115,7 +115,7 @@ class Gate:
         return filtered
 
     def _offers(self, tool: str, role: Role) -> bool:
-        return tool in self._specs and role.allows(self._specs[tool])
+        return not tool or (tool in self._specs and role.allows(self._specs[tool]))
 
     async def _call(
         self,
@@ -201,10 +201,12 @@ class Gate:
 
 
 def needed_tool(uri: str) -> str:
-    """The tool that tells the same as a resource."""
+    """The tool that tells the same as a resource; empty for the documentation, which every role may read."""
     if uri.startswith("ui://"):
         return "show"
     words = uri.removeprefix("toprope://").split("/")
+    if words[0] == "docs":
+        return ""
     if words[0] == "datasets":
         return NEEDED_TOOLS["datasets"]
     if len(words) < 2:

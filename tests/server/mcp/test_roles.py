@@ -222,7 +222,8 @@ def test_resources_need_the_tool_that_tells_the_same(tmp_path):
 
     async def read(client):
         found = {}
-        for uri in ("toprope://runs", base, f"{base}/config", f"{base}/metrics", f"{base}/logs/trainer"):
+        docs = "toprope://docs", "toprope://docs/environments"
+        for uri in (*docs, "toprope://runs", base, f"{base}/config", f"{base}/metrics", f"{base}/logs/trainer"):
             try:
                 found[uri.removeprefix(base)] = (await client.read_resource(uri)).contents[0].text
             except MCPError as error:
@@ -235,7 +236,8 @@ def test_resources_need_the_tool_that_tells_the_same(tmp_path):
         refused = {uri for uri, text in found.items() if isinstance(text, MCPError)}
         assert refused == {"toprope://runs", "", "/metrics", "/logs/trainer"}
         assert "read_logs, which is not offered here" in str(found["/logs/trainer"])
-        assert listed == [] and all("/logs/" not in one for one in templates)
+        assert listed == ["toprope://docs"] and "toprope://docs/{page}" in templates
+        assert all("/logs/" not in one for one in templates)
         found, listed, templates = ask(shop, read, role=Role.of(True))
         assert "| secret plans" in found["/logs/trainer"] and base in listed and len(templates) > 5
     finally:
