@@ -39,7 +39,12 @@ def test_runs_are_compared_by_group_with_interval(house, draft):
     assert found.sampled.a["by_run"] == [0.4, 0.42, 0.44] and found.b.seeds == [10, 11, 12]
     assert "spread between seeds (3 and 3 runs" in found.sampled.floor_basis
     told = do(get_results, shop, run_id=b.run_ids[0], detail="detailed")
-    assert "Taken: " in told.text and "0.25 USD." in told.text and "150 CPU-seconds" in told.text and told.data.results["usage"]["cpu_s"] == 150.0
+    assert (
+        "Taken: " in told.text
+        and "0.25 USD." in told.text
+        and "150 CPU-seconds" in told.text
+        and told.data.results["usage"]["cpu_s"] == 150.0
+    )
     seeds = next(check for check in told.data.results["integrity"] if check["name"] == "seeds")
     assert seeds["state"] == "ok" and "solved by this seed alone" in seeds["what"]
     for tool in (reproduce_run, browse_rollouts, resume_training):

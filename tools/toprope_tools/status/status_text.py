@@ -290,11 +290,9 @@ def _describe_run(
     if exited:
         line += f" Components: {', '.join(exited)}; logs in {logs}."
     line += "".join(f"\n  {text}" for text in (_news_in_brief(events, status) if brief else _news(events)))
-    if events_left and has_cursor:
-        line += f"\n  {plural(events_left, 'more event')}: call again with the cursor."
-    elif events_left:
-        earlier = f"{status.run_id}:{look.events[0].seq - 1}"
-        line += f'\n  {plural(events_left, "event")} before these: cursor="{earlier}" shows them.'
+    if events_left:
+        which, since = ("after", place) if has_cursor else ("before", look.events[0].seq - 1)
+        line += f'\n  {plural(events_left, "event")} {which} these: cursor="{status.run_id}:{since}" shows them.'
     failure = status.failure
     if failure is not None:
         line += f"\n  failed: {failure.component}: {marked(failure.reason, 300)} {clip(failure.hint, 400)}".rstrip()
