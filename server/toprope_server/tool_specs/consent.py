@@ -145,7 +145,7 @@ def confirmed_hash(shown: Preview, consent: ElicitationResult[Consent]) -> str:
         return shown.hash if consent.data.start else UNREAD
     raise NotPossibleNow(
         "The person who was asked did not agree to this start.",
-        hint="Ask them what to change; edit_config changes the draft, start_training with preview=true shows the rest.",
+        hint="Ask them what to change; edit_config changes the draft, a preview by the same tool shows the rest.",
     )
 
 

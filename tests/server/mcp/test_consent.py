@@ -74,6 +74,7 @@ def test_refusal_starts_nothing(house, mode, answer):
 
     result = talk(house, mode, work, **answering(*answer))
     assert result.is_error and "did not agree" in result.content[0].text
+    assert "preview by the same tool" in result.content[0].text
     assert "Nothing was changed" in result.content[0].text and house.statuses() == []
 
 

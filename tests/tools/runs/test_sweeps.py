@@ -96,7 +96,7 @@ def test_sweep_starts_with_plan_and_owners_folders(house):
     assert places == {"TOPROPE_HOME": str(shop.home.path), "TOPROPE_CONFIG": str(shop.home.configuration)}
     # It is told by its key again, and its revision is not started twice.
     draft = specification.draft_id
-    with pytest.raises(NotPossibleNow, match="start_sweep"):
+    with pytest.raises(NotPossibleNow, match="same start_sweep with again=true in its options"):
         do(start_sweep, shop, draft_id=draft, space=SPACE)
     keyed = do(start_sweep, shop, draft_id=draft, space=SPACE, options={"key": "k", "again": True})
     assert do(start_sweep, shop, draft_id=draft, space=SPACE, options={"key": "k"}).data.run_id == keyed.data.run_id

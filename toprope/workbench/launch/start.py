@@ -310,11 +310,14 @@ class RunStarter:
             if live is not None:
                 if request.key is not None:
                     idempotency_keys.forget(self._index, request.key, first.run_id)
+                tool, repeat = first.run_kind.start_tool, call(first.run_kind.start_tool, draft_id=draft.id, again=True)
+                if first.run_kind.starts_runs:  # it takes more than a draft
+                    repeat = f"the same {tool} with again=true in its options"
                 raise NotPossibleNow(
                     f"{draft.id} at revision {draft.revision} is running already, as {live.run_id}; no second run was "
                     "started.",
                     hint=f"{call('check_status', run_ids=[live.run_id], wait_s=45)} follows it; "
-                    f"{call(first.run_kind.start_tool, draft_id=draft.id, again=True)} starts another beside it.",
+                    f"{repeat} starts another beside it.",
                 )
         return None
 
