@@ -80,6 +80,18 @@ def test_tolerance_is_relative():
         ("3 of 7 apples", 7),
         ("**10**\n20 apples", 20),
         ("x^2", None),
+        ("The roots are 2,5", 5),
+        ("(3,4)", 4),
+        ("so 1,2,3", 3),
+        ("about 12,345,678.5 of them", 12345678.5),
+        ("it has 1,2345", 2345),
+        ("between 3-5", 5),
+        ("COVID-19", 19),
+        ("it costs $1,234.50 now", 1234.5),
+        ("some 1e-3 of it", 0.001),
+        ("so it is -5", -5),
+        ("so _-5_ it is", -5),
+        ("x=-5 here", -5),
     ],
 )
 def test_numbers_are_read_as_they_are_written(text, number):

@@ -53,7 +53,10 @@ _ANSWER_IS = re.compile(
     r"(?:approximately\b|about\b|exactly\b|:)?([^\n]+)",
     re.IGNORECASE,
 )
-_PLAIN_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
+_PLAIN_NUMBER = re.compile(  # a comma parts thousands or numbers; a hyphen behind a word or a digit is no sign
+    r"(?:(?<![^\W_])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?"
+)
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _LETTER = re.compile(r"(?<![A-Za-z])\(?([A-Za-z])\)?(?![A-Za-z'])")
 _NUMBER = re.compile(  # spaces only behind a sign: two optional runs of them in a row take cubic time
