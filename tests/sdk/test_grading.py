@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from toprope.sdk.grading import extract, extract_answer, is_correct, normalize_number, number_in, numeric
+from toprope.sdk.grading import extract, extract_answer, is_correct, normalize_number, number_in, numeric, unit_tests
 
 
 @pytest.mark.parametrize("find", [extract_answer, lambda text: extract(text, "boxed")])
@@ -103,8 +103,26 @@ def test_reference_that_is_a_fraction_of_latex_pays_its_value():
     assert numeric("4", r"\frac{3}{4}", 1e-6) == (True, False)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```bash\npip install x\n```\nThen:\n```python\n{code}\n```\nDone.",
+        "```python3\n{code}\n```",
+        "```Python title=one.py\n{code}```",
+        "First:\n  ```\n  x\n  ```\nNow:\n```py3\n{code}\n```\nRun it:\n```sh\npython one.py\n```",
+        "Fill in ```f``` so: ```py\n{code}\n```",
+        "<think>so</think>{code}",
+    ],
+)
+def test_code_is_read_from_the_last_block_of_python(text):
+    answer = text.replace("{code}", "def f():\n    return 4")
+    assert unit_tests(answer, "assert f() == 4", 5.0, 256) == (True, True)
+
+
 def test_hostile_answers_take_no_time():
     began = time.monotonic()
     assert number_in("1e99999999/3") is None and extract("answer" + " " * 19_000 + "x", "auto") is None
     assert not is_correct("1e" + "9" * 5000, "4") and not is_correct("a" + " " * 3000 + "b c", "4")
+    for fences in ("``` " * 20_000, "```" + " " * 100_000 + "`"):
+        assert unit_tests(fences, "", 5.0, 256) == (True, False)
     assert time.monotonic() - began < 5

@@ -57,7 +57,8 @@ _PLAIN_NUMBER = re.compile(  # a comma parts thousands or numbers; a hyphen behi
     r"(?:(?<![^\W_])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?"
 )
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"(?<!\S)```([^\n`]*)\n(.*?)```", re.DOTALL)
+_PYTHON = re.compile(r"\s*py", re.IGNORECASE)
 _LETTER = re.compile(r"(?<![A-Za-z])\(?([A-Za-z])\)?(?![A-Za-z'])")
 _NUMBER = re.compile(  # spaces only behind a sign: two optional runs of them in a row take cubic time
     r"(?:(?P<sign>[-+])\s*)?(?:(?P<money>[$€£¥])\s*)?"
@@ -262,8 +263,12 @@ def mathematical(answer: str | None, reference: Any) -> Verdict:
 
 
 def unit_tests(text: str, tests: Any, seconds: float, memory_mb: int) -> Verdict:
-    """The code in an answer (its last fenced block, else all of it) passes the tests; see `passes_tests`."""
-    fenced = _FENCE.findall(text)
+    """The code in an answer passes the tests; see `passes_tests`.
+
+    The code is the last fenced block without a label or with one of Python, else the whole answer.
+    """
+    # Blocks of other languages are matched too: else the end of one would open a block of prose.
+    fenced = [code for label, code in _FENCE.findall(text) if not label.strip() or _PYTHON.match(label)]
     code = (fenced[-1] if fenced else text.rpartition("</think>")[2]).strip()
     if not code:
         return False, False

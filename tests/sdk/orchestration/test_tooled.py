@@ -156,6 +156,7 @@ def test_answers_full_of_spaces_or_brackets_are_parsed_at_once() -> None:
         [call] = calls_in(text)
         assert call.problem and parse_action(text, "native").problem
     assert code_interpreter().call(f"\n```python\nprint(2)\n{spaces}``` \n") == "2"
+    assert code_interpreter().call("```python3\nprint(4)\n```") == "4"
     assert code_interpreter().call(f"print(3){spaces}") == "3"
     assert time.monotonic() - began < 10
 

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
+_OPENING = re.compile(r"```(?:py\w*)?")
 LONGEST_RESULT = 4000
 """Longest observation in characters, if not set; the rest is cut."""
 
@@ -198,7 +199,7 @@ def code_interpreter(seconds: float = 5.0, memory_mb: int = 512) -> Tool:
 def _without_fence(text: str) -> str:
     """The program within a fence of Markdown, or the text unchanged if it is not fenced."""
     opening, _, rest = text.strip().partition("\n")
-    if opening.rstrip() in ("```", "```python", "```py") and rest.endswith("```"):
+    if _OPENING.fullmatch(opening.rstrip()) and rest.endswith("```"):
         return rest.removesuffix("```").rstrip()
     return text
 
