@@ -41,7 +41,7 @@ from typing import Any, ClassVar
 from toprope.sdk.authoring.environment import TOOL_MARK, Environment, Messages, Part, Task, as_messages
 from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
-from toprope.sdk.orchestration.dialogue import ONE_INPUT, THINKING
+from toprope.sdk.orchestration.dialogue import ONE_INPUT, split_thoughts
 from toprope.sdk.orchestration.mcp_tools import McpServer
 from toprope.sdk.orchestration.tool_schema import signature_of
 from toprope.sdk.orchestration.tools import LONGEST_RESULT, Price, Tool, Toolbox
@@ -155,23 +155,10 @@ class Called:
     failed: bool
 
 
-def split_thoughts(text: str) -> tuple[list[str], str]:
-    """Return the thoughts in an answer, and the rest, which is the answer as it is if it has no thoughts.
-
-    A chat template may have opened them, and an answer that was cut off may not close them.
-    """
-    before, closed, _ = text.partition("</think>")
-    whole = f"<think>{text}" if closed and "<think>" not in before else text
-    if not (blocks := THINKING.findall(whole)):
-        return [], text
-    thoughts = (block.removeprefix("<think>").removesuffix("</think>").strip() for block in blocks)
-    return [thought for thought in thoughts if thought], THINKING.sub("", whole).strip()
-
-
 def calls_in(text: str) -> list[Call]:
-    """The tool calls in an answer, in order, without those within <think>."""
+    """The tool calls in an answer, in order, without those in its thoughts."""
     calls = []
-    for match in _CALL.finditer(THINKING.sub("", text)):
+    for match in _CALL.finditer(split_thoughts(text)[1]):
         try:
             value = json.loads(match[1].strip())
             name, arguments = value["name"], value.get("arguments", {})
@@ -279,7 +266,7 @@ class ToolEnvironment(Environment):
     @property
     def said(self) -> str:
         """The newest answer without thoughts and calls."""
-        return _CALL.sub("", THINKING.sub("", self.answer)).strip()
+        return _CALL.sub("", split_thoughts(self.answer)[1]).strip()
 
     @property
     def toolbox(self) -> Toolbox:

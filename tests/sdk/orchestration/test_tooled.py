@@ -150,6 +150,17 @@ def test_tool_calls_are_parsed() -> None:
     assert calls_in("no call") == []
 
 
+def test_thoughts_that_the_chat_template_opened_are_no_answer() -> None:
+    thought = f"I could try {call('look_up', '{}')} or say 3.\nFINAL_ANSWER: 3</think>"
+    assert calls_in(thought + "4") == []
+    assert [one.name for one in calls_in(thought + call("convert", "{}"))] == ["convert"]
+    rollout, _ = started(Shop)
+    outcome = rollout.advance(f"{thought}4").outcome
+    assert outcome is not None and outcome.success and outcome.parts["tool_calls"] == 0
+    assert parse_action(f"{thought}FINAL_ANSWER: 4").tool_input == "4"
+    assert parse_action(f"{thought}4", "native").tool_input == "4"
+
+
 def test_answers_full_of_spaces_or_brackets_are_parsed_at_once() -> None:
     began, spaces = time.monotonic(), " \n" * 40_000
     for text in (f"<tool_call>a{spaces}b", f"<tool_call>{spaces}a{spaces}b", "<tool_call>" + "[" * 100_000):

@@ -20,13 +20,21 @@ from typing import Any, Literal
 from toprope.sdk.orchestration.episode import Action, State
 from toprope.sdk.orchestration.tools import BUILT_IN, WEB_SEARCH
 
-__all__ = ["ONE_INPUT", "THINKING", "Mode", "build_system_prompt", "parse_action", "render_observation", "render_state"]
+__all__ = [
+    "ONE_INPUT",
+    "Mode",
+    "build_system_prompt",
+    "parse_action",
+    "render_observation",
+    "render_state",
+    "split_thoughts",
+]
 
 Mode = Literal["structured", "native"]
 
 _FIELD = re.compile(r"^[ \t]*(THOUGHT|TOOL|INPUT|FINAL[_ ]ANSWER)[ \t]*:[ \t]*", re.IGNORECASE | re.MULTILINE)
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
+_THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
 
 _STRUCTURED = """\
 Solve the task with as few tools as it needs. Tools:
@@ -96,6 +104,19 @@ ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "req
 """Schema of a tool that takes one text."""
 
 
+def split_thoughts(text: str) -> tuple[list[str], str]:
+    """Return the thoughts in an answer, and the rest, which is the answer as it is if it has no thoughts.
+
+    A chat template may have opened them, and an answer that was cut off may not close them.
+    """
+    before, closed, _ = text.partition("</think>")
+    whole = f"<think>{text}" if closed and "<think>" not in before else text
+    if not (blocks := _THINKING.findall(whole)):
+        return [], text
+    thoughts = (block.removeprefix("<think>").removesuffix("</think>").strip() for block in blocks)
+    return [thought for thought in thoughts if thought], _THINKING.sub("", whole).strip()
+
+
 def parse_action(text: str, mode: Mode = "structured", tools: Sequence[Any] | Sequence[str] = ()) -> Action:
     """Parse a policy's answer. If it holds no action, `problem` says what is missing.
 
@@ -108,8 +129,8 @@ def parse_action(text: str, mode: Mode = "structured", tools: Sequence[Any] | Se
 
 
 def _parse_structured(text: str, without_input: Sequence[str]) -> Action:
-    places = list(_FIELD.finditer(THINKING.sub("", text)))
-    plain = THINKING.sub("", text)
+    plain = split_thoughts(text)[1]
+    places = list(_FIELD.finditer(plain))
     fields: dict[str, str] = {}
     for place, following in zip(places, [*places[1:], None], strict=False):
         name = place[1].upper().replace(" ", "_")
@@ -130,7 +151,7 @@ def _parse_structured(text: str, without_input: Sequence[str]) -> Action:
 
 
 def _parse_native(text: str) -> Action:
-    plain = THINKING.sub("", text)
+    plain = split_thoughts(text)[1]
     call = _CALL.search(plain)
     if call is None:
         answer = plain.strip()
