@@ -342,6 +342,7 @@ class _Connected:
         self._limit = server.timeout_s if server.timeout_s is not None else timeout_s
         self._lock = threading.Lock()
         self._link = self._connect()
+        atexit.register(lambda: self._link.close())
         self.tools = [
             replace(
                 server_tool,
@@ -354,9 +355,7 @@ class _Connected:
 
     def _connect(self) -> McpServer:
         server = self._server
-        link = McpServer(tuple(server.command), server.url, dict(server.variables), self._limit)
-        atexit.register(link.close)
-        return link
+        return McpServer(tuple(server.command), server.url, dict(server.variables), self._limit)
 
     def _call(self, name: str, arguments: str) -> str:
         with self._lock:

@@ -245,6 +245,50 @@ SERVER = textwrap.dedent("""
 
     server.run("stdio")
 """)
+STRICT_SERVER = textwrap.dedent("""
+    import asyncio, os
+    import mcp.types as types
+    from mcp import MCPError
+    from mcp.server import Server
+    from mcp.server.stdio import stdio_server
+
+    def described(name):
+        return types.Tool(name=name, input_schema={"type": "object"})
+
+    async def list_tools(context, asked):
+        if asked is not None and asked.cursor == "second":
+            return types.ListToolsResult(tools=[described("strict")])
+        return types.ListToolsResult(tools=[described("pid")], next_cursor="second")
+
+    async def call_tool(context, asked):
+        if asked.name == "strict":
+            raise MCPError(types.INVALID_PARAMS, "the argument shelf is missing")
+        return types.CallToolResult(content=[types.TextContent(type="text", text=str(os.getpid()))])
+
+    async def main():
+        server = Server("strict", on_list_tools=list_tools, on_call_tool=call_tool)
+        async with stdio_server() as (read, write):
+            await server.run(read, write, server.create_initialization_options())
+
+    asyncio.run(main())
+""")
+
+
+def test_refused_call_leaves_the_mcp_server_connected(tmp_path: Path) -> None:
+    file = tmp_path / "strict.py"
+    file.write_text(STRICT_SERVER)
+
+    class Strict(ToolEnvironment):
+        servers = (Server(command=(sys.executable, "-P", str(file)), timeout_s=20.0),)
+
+        def tasks(self):
+            yield Task("x")
+
+    toolbox = configure(Strict()).toolbox
+    assert toolbox.names == ["pid", "strict"], "tools of the second page are there"
+    before = toolbox.call("pid", "{}").content
+    assert toolbox.call("strict", "{}").content == "Error: the argument shelf is missing"
+    assert toolbox.call("pid", "{}").content == before and before.isdecimal()
 
 
 def test_mcp_server_is_shared_and_reconnected(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from toprope.sdk.orchestration.tools import Tool
 __all__ = ["McpServer"]
 
 _START_S = 30.0
+_MOST_TOOLS = 10_000
 
 
 class McpServer:
@@ -71,7 +72,11 @@ class McpServer:
         Raises:
             InvalidRequest: The server lacks a tool of `only`.
         """
-        listed = self._ask(self._client.list_tools()).tools
+        page = self._ask(self._client.list_tools())
+        listed = list(page.tools)
+        while page.next_cursor and len(listed) < _MOST_TOOLS:
+            page = self._ask(self._client.list_tools(cursor=page.next_cursor))
+            listed += page.tools
         names = [tool.name for tool in listed]
         if missing := [name for name in only if name not in names]:
             raise InvalidRequest(f"The MCP server has no tool {missing[0]!r}; it has: {', '.join(names)}.")
@@ -101,7 +106,9 @@ class McpServer:
         """Call a tool by the server's own name, with arguments in JSON; return the text of its result.
 
         Raises:
-            InvalidRequest: The arguments are no JSON object, or the tool fails or takes too long.
+            InvalidRequest: The arguments are no JSON object, the server refuses the call, or the tool fails or takes
+                too long.
+            Exception: The connection is lost.
         """
         try:
             arguments = json.loads(given or "{}")
@@ -116,6 +123,9 @@ class McpServer:
         return text or "(no text)"
 
     def _ask(self, work: Any) -> Any:
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST
+
         async def within() -> Any:
             return await asyncio.wait_for(work, self._timeout)
 
@@ -123,6 +133,13 @@ class McpServer:
             return asyncio.run_coroutine_threadsafe(within(), self._loop).result(self._timeout + 2)
         except TimeoutError:
             raise InvalidRequest(f"The MCP server did not answer within {self._timeout:g} s.") from None
+        except MCPError as error:
+            if error.code in (
+                CONNECTION_CLOSED,
+                INVALID_REQUEST,
+            ):  # over HTTP, the second says that the session is gone
+                raise
+            raise InvalidRequest(str(error)) from None
 
     def _live(self) -> None:
         asyncio.set_event_loop(self._loop)
