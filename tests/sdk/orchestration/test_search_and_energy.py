@@ -18,7 +18,7 @@ from toprope.sdk.adapters.orchestrator import make
 from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.orchestration import energy
 from toprope.sdk.orchestration.energy import Meter
-from toprope.sdk.orchestration.search import provider
+from toprope.sdk.orchestration.search import Corpus, provider
 from toprope.sdk.orchestration.tools import Tool, Toolbox, calculator, web_search
 from toprope.sdk.rollouts import Rollout, configure
 
@@ -59,6 +59,11 @@ def engine():
     server.shutdown()
     server.server_close()
     thread.join(10)
+
+
+def test_line_of_a_corpus_ends_at_its_newline_alone(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes('{"text": "one\u2028two\x85 three"}\r\n\n{"text": "four"}\n'.encode())
+    assert {title for title, _ in Corpus.of(tmp_path).search("three four")} == {"a 1", "a 3"}
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Corpus:
 def _passages(file: Path) -> Iterator[tuple[str, str]]:
     text = file.read_text(encoding="utf-8", errors="replace")
     if file.suffix.lower() == ".jsonl":
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):  # splitlines also parts at U+2028, which JSON may contain
             if not line.strip():
                 continue
             try:
