@@ -66,6 +66,18 @@ def test_line_of_a_corpus_ends_at_its_newline_alone(tmp_path: Path):
     assert {title for title, _ in Corpus.of(tmp_path).search("three four")} == {"a 1", "a 3"}
 
 
+def test_found_passage_shows_the_words_that_were_looked_for(tmp_path: Path):
+    words = [f"word{number}" for number in range(2000)]
+    (tmp_path / "a.txt").write_text(
+        f"Begin.\n\n{' '.join(words[:1000])}\n\n{'y' * 2000}\n\n" + "\n\n".join(words[1000:])
+    )
+    corpus = Corpus.of(tmp_path)
+    tool = web_search(corpus.search, most=1)
+    for word in words[::37]:
+        assert word in tool.call(word).split(), word
+    assert "Begin." in tool.call("begin") and [len(text) for _, text in corpus.search("y" * 800)] == [800, 800]
+
+
 @pytest.mark.parametrize(
     ("name", "variable", "header", "value", "asked"),
     [

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.orchestration.tools import LONGEST_PASSAGE
 
 __all__ = ["KEYS", "Corpus", "provider"]
 
 _TEXTS = {".txt", ".md", ".rst"}
-_LONGEST = 2000
-"""Characters of one passage; longer texts are cut at paragraphs."""
+_PIECE = re.compile(rf"\S.{{0,{LONGEST_PASSAGE - 1}}}(?!\S)|\S{{{LONGEST_PASSAGE}}}", re.DOTALL)
+"""As much of a paragraph as a passage takes, cut between words where it has any."""
 _MOST_BYTES = 200 << 20
 
 
@@ -91,12 +92,15 @@ def _passages(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _cut(title: str, text: str) -> Iterator[tuple[str, str]]:
+    """Passages of whole paragraphs, as long as the policy sees them; longer paragraphs are cut."""
     passage = ""
     for paragraph in re.split(r"\n\s*\n", text):
-        if passage and len(passage) + len(paragraph) > _LONGEST:
-            yield title, passage
-            passage = ""
-        passage = f"{passage}\n\n{paragraph.strip()}" if passage else paragraph.strip()
+        for piece in map(str.strip, _PIECE.findall(paragraph)):
+            longer = f"{passage}\n\n{piece}" if passage else piece
+            if len(longer) > LONGEST_PASSAGE:
+                yield title, passage
+                longer = piece
+            passage = longer
     if passage:
         yield title, passage
 

@@ -37,6 +37,8 @@ _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
 _OPENING = re.compile(r"```(?:py\w*)?")
 LONGEST_RESULT = 4000
 """Longest observation in characters, if not set; the rest is cut."""
+LONGEST_PASSAGE = 800
+"""Characters of a found passage that the policy sees."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,10 @@ def web_search(source: Callable[[str, int], list[tuple[str, str]]], most: int = 
     """
 
     def search(query: str) -> str:
-        return "\n\n".join(f"[{title}] {text[:800]}" for title, text in source(query, most)) or "Nothing was found."
+        return (
+            "\n\n".join(f"[{title}] {text[:LONGEST_PASSAGE]}" for title, text in source(query, most))
+            or "Nothing was found."
+        )
 
     return Tool("web_search", WEB_SEARCH, search)
 
