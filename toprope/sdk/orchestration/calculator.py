@@ -19,6 +19,8 @@ _MOST_BITS = 4000
 _MOST_DIGITS = 400
 _PERCENT = re.compile(r"([\d.]+)%(?!\s*[\w(.])")
 _CALL = re.compile(r"[A-Za-z_]\w*\s*\(")
+_SEPARATOR = re.compile(r",\s")
+_THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 
 
 def _rounded(value: Any, digits: Any = 0) -> Any:
@@ -53,6 +55,8 @@ def calculate(text: str) -> int | float:
     if len(text) > _LONGEST:
         raise InvalidRequest(f"An expression may have {_LONGEST} characters; this one has {len(text)}.")
     source = text.strip().rstrip("=?").strip()
+    if _SEPARATOR.search(source):  # then a comma without a space is within a number: max(12,000, 8,500)
+        source = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), source)
     for sign, operator_text in (("×", "*"), ("·", "*"), ("÷", "/"), ("−", "-"), ("^", "**"), (",", "")):
         if sign != "," or not _CALL.search(source):  # there a comma separates arguments
             source = source.replace(sign, operator_text)
