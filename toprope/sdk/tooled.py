@@ -204,6 +204,7 @@ class ToolEnvironment(Environment):
     calls: list[Called]
     """In a rollout: the calls so far."""
 
+    _of_a_rollout = ("random", "_toolbox", "calls")
     _loop = BackgroundLoop()
     _shared: dict[str, list[Tool]]
     """Tools of all rollouts, filled on first use; rollouts are shallow copies and share this dict."""

@@ -187,6 +187,25 @@ def test_policy_uses_described_tools() -> None:
     )
 
 
+def test_tools_asked_for_outside_a_rollout_belong_to_none() -> None:
+    class Early(Shop):
+        def tasks(self):
+            yield Task(self.with_tools("Apple?"), reference="4")
+
+        def reset(self, task):
+            self.prices = {"apple": 2}
+            return task.prompt
+
+    environment = configure(Early())
+    task = next(iter(environment.tasks()))
+    first, second = Rollout(environment, task), Rollout(environment, task)
+    first.begin()
+    second.begin()
+    assert first.advance(call("look_up", '{"name": "apple"}')).messages[0]["content"] == '{"price": 2}'
+    outcome = second.advance("4").outcome
+    assert outcome is not None and outcome.parts["tool_calls"] == 0
+
+
 def test_tool_failure_is_an_observation() -> None:
     rollout, _ = started(Shop)
     began = time.monotonic()

@@ -194,6 +194,8 @@ class Environment:
 
     Knobs: type = dataclasses.make_dataclass("Knobs", ())
     """Settings, as a class of annotated fields: `length: int = knob(5, ge=1, help="letters in a word")`."""
+    _of_a_rollout: tuple[str, ...] = ("random",)
+    """Names of attributes that a rollout does not take over from the environment."""
     _later: tuple[str, dict[str, Random]] | None = None
     """In a rollout: the seed of its generator, and a place for it that copies of the rollout share."""
     knobs: Any
@@ -417,6 +419,7 @@ def copy_for(environment: AnyEnvironment, task: Task) -> AnyEnvironment:
     rollout.answer = ""
     rollout.turns = 0
     rollout.truncated, rollout.tokens = False, []
-    vars(rollout).pop("random", None)
+    for name in environment._of_a_rollout:
+        vars(rollout).pop(name, None)
     rollout._later = f"{environment.seed}:{task.id}", {}
     return rollout
