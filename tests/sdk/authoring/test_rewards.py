@@ -81,6 +81,10 @@ def exclaims(output):
     return float(output.endswith("!"))
 
 
+def shouts(output, **others):
+    return float(output == others["answer"] and output.isupper())
+
+
 def wants(answer, wisdom):
     return 0
 
@@ -147,11 +151,12 @@ def test_reward_functions_do_not_change_success(folder: Path) -> None:
 
 def test_function_of_output_alone_scores_the_answer(folder: Path) -> None:
     async def work(link: WorkerClient) -> Any:
-        return await played(link, "hey!", "hey")
+        return await played(link, "hey!", "HEY")
 
-    _, outcomes = worked(folder, work, rewards=[reward(folder, "exclaims", 0.5)])
+    _, outcomes = worked(folder, work, rewards=[reward(folder, "exclaims", 0.5), reward(folder, "shouts", 0.25)])
     assert [one["parts"]["exclaims"] for one in outcomes] == [1.0, 0.0]
-    assert [one["reward"] for one in outcomes] == [0.5, 0.0]
+    assert [one["parts"].get("shouts") for one in outcomes] == [0.0, 1.0], outcomes
+    assert [one["reward"] for one in outcomes] == [0.5, 0.25]
 
 
 def test_async_reward_functions_run_concurrently(folder: Path) -> None:

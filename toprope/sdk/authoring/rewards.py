@@ -102,7 +102,7 @@ def _load(specification: Mapping[str, Any]) -> RewardFunction:
     takes: list[str] = []
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
-            takes = list(FIELDS)
+            takes = [*FIELDS, *(name for name in takes if name == _OUTPUT)]
             break
         if parameter.name in (*FIELDS, _OUTPUT) and parameter.kind is not parameter.POSITIONAL_ONLY:
             takes.append(parameter.name)
