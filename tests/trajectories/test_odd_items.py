@@ -94,6 +94,15 @@ def test_torn_line_of_an_inbox_costs_no_other_item(tmp_path: Path):
         asyncio.run(Work(order, tmp_path, lambda *_: None).do())
 
 
+def test_exports_of_other_items_have_other_fingerprints(tmp_path: Path):
+    prints = set()
+    for number in range(3):
+        with writing(tmp_path / str(number), "datasets") as writer:
+            writer.write([TrajectoryItem("q", str(number), 1.0)])
+        prints.add(json.loads((tmp_path / str(number) / "state.json").read_text())["_fingerprint"])
+    assert len(prints) == 3
+
+
 def test_empty_contents_are_empty_in_every_format(tmp_path: Path):
     folder = make_run(tmp_path / "runs")
     call: Message = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}

@@ -11,6 +11,7 @@ import csv
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
@@ -180,7 +181,7 @@ class _Datasets(Writer):
         self._end_shard()
         state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in self._shards],
-            "_fingerprint": f"{self.count:016x}",
+            "_fingerprint": secrets.token_hex(8),  # the library takes data with the same one from its cache
             "_format_columns": None,
             "_format_kwargs": {},
             "_format_type": None,
