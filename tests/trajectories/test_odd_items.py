@@ -17,6 +17,7 @@ from toprope.records.journal.groups import Outcome
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.datasets.dataset import read_items
+from toprope.trajectories.datasets.store import DatasetStore
 from toprope.trajectories.datasets.trace_inbox import Inbox
 from toprope.trajectories.datasets.writers import writing
 from toprope.trajectories.items import Message, TrajectoryItem
@@ -92,6 +93,18 @@ def test_torn_line_of_an_inbox_costs_no_other_item(tmp_path: Path):
         file.write(b'{"question": "of another form"}\n')
     with pytest.raises(InvalidValue, match="line 4"):
         asyncio.run(Work(order, tmp_path, lambda *_: None).do())
+
+
+def test_lineage_tells_two_inboxes_apart(tmp_path: Path):
+    inboxes = [Inbox(tmp_path / "datasets", name) for name in ("first", "second")]
+    for inbox in inboxes:
+        inbox.keep([TrajectoryItem(inbox.name, "a", 1.0)])
+    files = [str(inbox.path) for inbox in inboxes]
+    order = Order(kind="build", files=files, store=str(tmp_path / "datasets"), name="both")
+    asyncio.run(Work(order, tmp_path, lambda *_: None).do())
+    lineage = DatasetStore(tmp_path / "datasets").find("both").record.lineage
+    assert lineage["files"] == list(lineage["sha256"]) and len(set(lineage["sha256"].values())) == 2
+    assert all(name.split("/")[-2] in ("first", "second") for name in lineage["files"])
 
 
 def test_exports_of_other_items_have_other_fingerprints(tmp_path: Path):

@@ -121,11 +121,17 @@ class Work:
         for path in self._version_files():
             yield from read_items(path)
         for file in self._order.files:
-            self._digests.setdefault(Path(file).name, sha256_of(Path(file)))
+            self._digests.setdefault(self._name_of(file), sha256_of(Path(file)))
             if Path(file).name == INBOX_FILE:  # it may have a line that a crash cut short
                 yield from read_items(Path(file), lambda _: self._left_out.update({"unreadable lines": counted}))
             else:
                 yield from read_items(Path(file))
+
+    def _name_of(self, file: str) -> str:
+        """A file's name in the lineage: with its folder where others are named alike, as all inboxes are."""
+        path = Path(file)
+        alike = sum(Path(other).name == path.name for other in self._order.files)
+        return f"{path.parent.name}/{path.name}" if alike > 1 else path.name
 
     def _version_files(self) -> Iterator[Path]:
         for version in self._order.versions:
@@ -404,7 +410,7 @@ class Work:
         return {
             "runs": runs,
             "datasets": [name for name in self._digests if "@" in name],
-            "files": [Path(file).name for file in self._order.files],
+            "files": [self._name_of(file) for file in self._order.files],
             "where": self._query.asked(),
             "strategy": None if self._order.strategy is None else recipe.strategy,
             "recipe": recipe.model_dump(mode="json", exclude_defaults=True),
