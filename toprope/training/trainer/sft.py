@@ -60,6 +60,7 @@ class SftRun(DemonstrationRun, LocalRun):
             remove_unused_columns=False,
             dataloader_num_workers=0,
         )
+        stored = [(value, value.data) for value in self._trained.values()]
         trainer = _OrderedTrainer(
             self,
             model=self._model,
@@ -68,6 +69,8 @@ class SftRun(DemonstrationRun, LocalRun):
             train_dataset=Dataset.from_list([rows[place] for place in order]),
             optimizers=(self._optimizer, self._scheduler),
         )
+        for value, tensor in stored:  # TRL rounds adapters above quantized weights, in copies that nobody publishes
+            value.data = tensor
         self._began = time.monotonic()
         trainer.train()
 

@@ -1,0 +1,47 @@
+"""Supervised fine-tuning above quantized weights: the published weights are the trained ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.trainer.test_sft import fine_tuned, sft_config
+from toprope.records.messages import Stepped
+from toprope.records.run.folder import RunFolder
+from toprope.settings.schema import Config
+from toprope.training.policy.loading import load_model
+from toprope.training.policy.weight_sync import WeightReader
+from toprope.training.trainer import local
+
+
+def published(folder: RunFolder, policy: Path, config: Config) -> Any:
+    """The model of inference with the newest weights, which their check has found right."""
+    model = load_model(policy, config)
+    assert WeightReader(folder.crew, dict(model.named_parameters()), model).refresh() > 0
+    return model
+
+
+def test_adapters_above_quantized_weights_are_published_and_resume(
+    tmp_path: Path, tiny_policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL replaces the tensors of such adapters by rounded ones."""
+    loaded: list[Any] = []
+
+    def load(*given: Any, **options: Any) -> Any:
+        loaded.append(load_model(*given, **options))
+        loaded[-1].is_loaded_in_4bit = True
+        return loaded[-1]
+
+    monkeypatch.setattr(local, "load_model", load)
+    config = sft_config(policy__lora=True)
+    fine_tuned(tmp_path / "run", tiny_policy, config, stop_after=2)
+    member, folder = fine_tuned(tmp_path / "run", tiny_policy, config)
+    assert [report.step for report in member.of(Stepped)] == [3, 4, 5]
+    trained = {name: value for name, value in loaded[-1].named_parameters() if value.requires_grad}
+    assert {value.dtype for value in trained.values()} == {torch.float32}
+    found = dict(published(folder, tiny_policy, config).named_parameters())
+    assert all(torch.equal(found[name], value) for name, value in trained.items())
+    assert any(bool(value.any()) for name, value in trained.items() if "lora_B" in name)
