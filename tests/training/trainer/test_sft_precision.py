@@ -1,4 +1,4 @@
-"""Supervised fine-tuning above quantized weights: the published weights are the trained ones."""
+"""Supervised fine-tuning above quantized weights and in bfloat16: the published weights are the trained ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from toprope.records.messages import Stepped
 from toprope.records.run.folder import RunFolder
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model
-from toprope.training.policy.weight_sync import WeightReader
+from toprope.training.policy.weight_sync import TOLERANCE, WeightReader
 from toprope.training.trainer import local
+from toprope.training.trainer.step import learner
 
 
 def published(folder: RunFolder, policy: Path, config: Config) -> Any:
@@ -45,3 +46,13 @@ def test_adapters_above_quantized_weights_are_published_and_resume(
     found = dict(published(folder, tiny_policy, config).named_parameters())
     assert all(torch.equal(found[name], value) for name, value in trained.items())
     assert any(bool(value.any()) for name, value in trained.items() if "lora_B" in name)
+
+
+def test_first_version_of_bfloat16_passes_the_check_of_float32_inference(
+    tmp_path: Path, tiny_policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner, "cpu_computes_bfloat16", lambda: True)  # in software where the CPU lacks it
+    monkeypatch.setitem(TOLERANCE, "float32", 1e-5)  # logits of a tiny policy are small, and so is their rounding
+    config = sft_config(optimizer__precision="bfloat16", policy__dtype="float32")
+    _, folder = fine_tuned(tmp_path / "run", tiny_policy, config, stop_after=1)
+    published(folder, tiny_policy, config)

@@ -64,12 +64,13 @@ def check_weights(model: Any) -> WeightCheck:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(int(model.get_input_embeddings().weight.shape[0]), (1, CHECKED), generator=generator)
     training, attention = model.training, str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    forward = getattr(model, "_original_forward", model)  # accelerate's own rounds to its mixed precision
     model.eval()
     if attention.startswith("paged|"):  # as continuous batching leaves it, which needs pages
         model.set_attn_implementation(attention.removeprefix("paged|"))
     try:
         with torch.no_grad():
-            logits = model(input_ids=tokens.to(model.device), use_cache=False).logits[0, :-1].float()
+            logits = forward(input_ids=tokens.to(model.device), use_cache=False).logits[0, :-1].float()
     finally:
         model.train(training)
         if attention.startswith("paged|"):
