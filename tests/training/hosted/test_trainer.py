@@ -142,6 +142,17 @@ def test_resume_equals_uninterrupted_run(attempt: Attempt, tmp_path: Path, tinke
     assert sum("broken-1-0-step-2" in name for name in tinker_service.deleted) == 2
 
 
+def test_restart_at_the_last_step_downloads_its_adapters(
+    attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = RunFolder.create(tmp_path, "run-1"), []
+    monkeypatch.setattr(Service, "download", lambda service, training, sampler, *_: asked.append(sampler))
+    attempt(folder, hosted_config(budget__steps=2))
+    HostedPolicy(base_model=MODEL, sampler="tinker://of-another/run").write(tmp_path / "policy")
+    attempt(folder, hosted_config(budget__steps=2))
+    assert len(asked) == 2 and asked[0] == asked[1]
+
+
 def test_lost_session_asks_for_a_restart(attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn) -> None:
     folder, kept = RunFolder.create(tmp_path, "run-1"), StandInMember.report
 

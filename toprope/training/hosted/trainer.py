@@ -101,6 +101,7 @@ class HostedRun(TrainingRun):
         if hosted_policy.state is None:
             raise unusable(checkpoint, "it names no state at the service")
         self._training, self._tokens = self._service.restore(hosted_policy.state, optimizer=True), hosted_policy.tokens
+        self._policy = hosted_policy
         return state
 
     def _write(self, state: CheckpointState) -> Path:
