@@ -107,6 +107,7 @@ def test_step_equals_its_formula(attempt: Attempt, tmp_path: Path, tinker_servic
             per_token += [-value] * 3
     assert row["loss"] == pytest.approx(np.mean(per_token), rel=1e-4, abs=1e-5)
     assert row["policy/approx_kl"] == pytest.approx(ratio - 1 - np.log(ratio), rel=1e-4)
+    assert not {"sampling/sampling_logp_difference/mean", "policy/moved"} & row.keys(), "their version is unknown"
     table = trained(tinker_service)
     first = batch[0]
     best, worst = np.argmax(first.scores), np.argmin(first.scores)

@@ -355,7 +355,7 @@ def _loss_metrics(
     count = current_count = older_count = below = above = 0
     largest = 0.0
     for row, row_logprobs in zip(rows, logprobs, strict=True):
-        age = 0 if version is None or row.version is None else max(version - row.version, 0)
+        age = -1 if version is None or row.version is None else abs(version - row.version)
         of_completion = row_logprobs[max(len(row.prompt) - 1, 0) :]
         start = 0 if row.prompt else 1
         values = zip(of_completion, row.logprobs[start:], _advantages(row)[start:], row.trained[start:], strict=True)
@@ -372,9 +372,9 @@ def _loss_metrics(
                 total -= ratio * advantage if loss != "ppo" else min(ratio * advantage, clipped * advantage)
             divergence += ratio - 1 - delta
             size = abs(trainer_logprob - sampler_logprob)
-            if age:
+            if age > 0:
                 older, older_count, versions = older + size, older_count + 1, versions + age
-            else:
+            elif age == 0:
                 current, current_count, largest = current + size, current_count + 1, max(largest, size)
     metrics = {"loss": total / tokens}
     if current_count:
