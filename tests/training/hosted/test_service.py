@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,23 @@ def test_download_from_a_silent_server_ends(tmp_path: Path, monkeypatch: pytest.
         fetching.start()
         fetching.join(20)
         assert [type(error) for error in failed] == [TimeoutError] and not list(tmp_path.iterdir())
+
+
+def test_download_that_breaks_off_leaves_no_file(tmp_path: Path) -> None:
+    class Broken(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "9")
+            self.end_headers()
+            self.wfile.write(b"half")
+
+    with HTTPServer(("127.0.0.1", 0), Broken) as server:
+        serving = threading.Thread(target=server.handle_request)
+        serving.start()
+        with pytest.raises(ConnectionError, match="5 bytes before its end"):
+            service._download_file(f"http://127.0.0.1:{server.server_port}/a", tmp_path, "a")
+        serving.join()
+    assert not list(tmp_path.iterdir())
 
 
 def test_published_weights_are_kept_through_a_long_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

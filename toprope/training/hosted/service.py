@@ -289,8 +289,15 @@ def _download_file(url: str, folder: Path, name: str) -> Path:
         urllib.request.urlopen(url, timeout=_SILENT_S) as answer,
         tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as aside,
     ):
-        while block := answer.read(1 << 20):
-            aside.write(block)
+        try:
+            while block := answer.read(1 << 20):
+                aside.write(block)
+            if answer.length:  # urllib does not tell of a connection that was closed too early
+                raise ConnectionError(f"{name} broke off {answer.length} bytes before its end")
+            aside.flush()
+        except BaseException:
+            os.unlink(aside.name)
+            raise
     os.replace(aside.name, target)
     return target
 
