@@ -7,8 +7,8 @@ that the gradients of its micro-batches add up.
 
 Sources: `toprope.settings.sections.algorithms` names the paper of each loss; the KL estimator is Schulman's k3,
 weighted by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556). TRL 1.16 is the reference:
-tests/training/trainer/test_grpo_loss.py compares losses, gradients and metrics with its GRPOTrainer, whose defaults the
-constants are.
+tests/training/trainer/step/test_grpo_loss.py compares losses, gradients and metrics with its GRPOTrainer, whose
+defaults the constants are.
 """
 
 from __future__ import annotations
