@@ -69,12 +69,18 @@ def hosted_conflicts(value: Callable[[str], Any]) -> list[str]:
         return []
     wanted = {
         "policy.lora": (True, "services train adapters only"),
+        "policy.lora_alpha": (32.0, "services have no such setting"),
+        "policy.load_in_4bit": (False, "the service holds the weights"),
+        "policy.load_in_8bit": (False, "the service holds the weights"),
         "policy.lora_dropout": (0.0, "services have no such setting"),
         "policy.lora_target_modules": ("all-linear", "services adapt all layers"),
+        "algorithm.loss_type": ("dapo", "trainer.loss names the service's loss"),
         "algorithm.beta": (0.0, "services have no KL term"),
         "algorithm.importance_sampling_level": ("token", "ratios are by token"),
         "algorithm.importance_sampling_mode": ("none", "services clip the ratio to the sampler"),
         "algorithm.deterministic": (False, "nobody can promise it of a service"),
+        "optimizer.precision": ("auto", "the service computes"),
+        "optimizer.eight_bit": (False, "the service has the optimizer"),
         "rollout.temperature": (1.0, "the service trains at temperature 1"),
         "rollout.top_p": (1.0, "the service trains on all tokens"),
         "inference.engine": ("embedded", "the service samples"),
