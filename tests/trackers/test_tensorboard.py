@@ -149,6 +149,7 @@ def test_figures_that_count_as_logged_survive_a_kill(harness: RunHarness) -> Non
         rows(folder, 1, steps, 0.5)
         follower.pass_on()
         assert [step for step, _ in scalars(folder.path / "tensorboard")["train/reward"]] == list(range(1, steps.stop))
+    follower.finish()
 
 
 def test_configuration_adds_the_tracker_to_the_crew(harness: RunHarness) -> None:
