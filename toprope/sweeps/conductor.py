@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from toprope.errors import ComponentFailed, NotPossibleNow, TopropeError
@@ -32,6 +33,8 @@ from toprope.records.sweep_journal import (
     final_id,
 )
 from toprope.settings.owner import Home
+from toprope.supervisor.launchers.engine import NotReached
+from toprope.supervisor.runs.errors import KeeperUnknown
 from toprope.sweeps.members import SweepMembers, hopeless_reason
 from toprope.sweeps.strategy_runner import StrategyRunner
 from toprope.training.component.member import CrewMember, send_heartbeats
@@ -237,13 +240,13 @@ class Conductor:
         return status, why
 
     async def _start(self, run_id: str, start: Callable[[], None]) -> None:
-        """Start a run as soon as the owner's limits have room for it beside live runs.
+        """Start a run as soon as its cluster answers and the owner's limits have room for it beside live runs.
 
         Raises:
             CodeChanged, NoRoomWithin: The sweep cannot go on.
             TopropeError: The run cannot start.
         """
-        warned, refused = False, 0
+        warned, refusals = False, 0
         while True:
             self._check_stop()
             await self._member.hold_async()
@@ -253,18 +256,19 @@ class Conductor:
                 return
             except TopropeError as error:
                 self._live.discard(run_id)
-                if not isinstance(error, NoRoomWithin):
-                    refused += 1
-                    if not isinstance(error, NotPossibleNow) or isinstance(error, CodeChanged):
-                        raise
-                    if refused >= _MOST_REFUSALS:
-                        raise
-                    if refused == 1:
-                        self._warn(f"{run_id} waits: {error.message}")
-                    await asyncio.sleep(_RETRY_START_EVERY_S)
-                    continue
-                # The budget that live members reserved and do not use is free when they end.
-                if not set(error.limits) <= _TEMPORARY_LIMITS and not self._live:
+                if isinstance(error, NoRoomWithin):
+                    # The budget that live members reserved and do not use is free when they end.
+                    may_pass = set(error.limits) <= _TEMPORARY_LIMITS or bool(self._live)
+                    lasts = not may_pass
+                elif isinstance(error, NotReached | KeeperUnknown):  # an outage is no fault of the member
+                    lasts = False
+                    if self._members.exists(run_id):  # it was created before its engine was asked
+                        start = partial(self._members.resume, run_id)
+                else:
+                    refusals += 1
+                    may_pass = isinstance(error, NotPossibleNow) and not isinstance(error, CodeChanged)
+                    lasts = not may_pass or refusals >= _MOST_REFUSALS
+                if lasts:
                     raise
                 if not warned:
                     warned = True

@@ -159,15 +159,16 @@ class SweepMembers:
     def was_interrupted(self, run_id: str) -> bool:
         """True if a run exists that was told to stop, or was lost in a way for which it has no policy of its own.
 
-        A conductor that is killed while it starts a run leaves one that never had a crew; tests do not resume by
-        themselves.
+        A conductor that is killed while it starts a run, or waits for a cluster, leaves one that never had a crew;
+        tests do not resume by themselves.
         """
         if not self.exists(run_id):
             return False
         status = self.status(run_id)
+        if status.state in ("lost", "failed") and self.is_over(status) and not status.crew:
+            return True
         if status.state == "lost" and self.is_over(status):
-            may = self._sweep.config.launcher.resume_lost != "never"
-            return not status.crew or (may and status.run_kind.progress_event is None)
+            return self._sweep.config.launcher.resume_lost != "never" and status.run_kind.progress_event is None
         return status.state in ("stopping", "stopped")
 
     def resume(self, run_id: str) -> None:

@@ -35,6 +35,10 @@ class Refused(ComponentFailed):
     """The engine accepted no job, for the reason in its own words."""
 
 
+class NotReached(Refused):
+    """The engine could not be asked, so it has no job; it may accept one as soon as it answers."""
+
+
 @dataclass(frozen=True)
 class JobRequest:
     """One job: a keeper."""
@@ -73,7 +77,7 @@ class Engine(Protocol):
         """Submit a job, unless the engine has one of its name.
 
         Raises:
-            Refused: The engine does not accept it.
+            Refused: The engine does not accept it; NotReached if it could not even be asked if it has the job.
             Unreachable: The engine gave no answer; it may have the job.
         """
 

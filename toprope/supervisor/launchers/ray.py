@@ -14,7 +14,7 @@ import httpx2 as httpx
 
 from toprope.errors import InvalidValue, visible
 from toprope.settings.clusters import Cluster
-from toprope.supervisor.launchers.engine import Job, JobRequest, Phase, Refused, Unreachable
+from toprope.supervisor.launchers.engine import Job, JobRequest, NotReached, Phase, Refused, Unreachable
 
 _ANSWER_S = {"GET": 10.0, "POST": 30.0}
 """The first job of a Ray starts its job manager, which takes long."""
@@ -35,7 +35,7 @@ class RayEngine:
         try:
             existing = self._ask("GET", f"/api/jobs/{request.name}")
         except Unreachable as error:
-            raise Refused(str(error), hint="Nothing was started. Start it again once Ray answers.") from None
+            raise NotReached(str(error), hint="Nothing was started. Start it again once Ray answers.") from None
         if existing.status_code == httpx.codes.OK:
             return
         limit = time.monotonic() + _RETRIES_S

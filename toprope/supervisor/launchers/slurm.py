@@ -15,7 +15,7 @@ from pathlib import Path
 
 from toprope.errors import visible
 from toprope.settings.clusters import Cluster
-from toprope.supervisor.launchers.engine import Job, JobRequest, Phase, Refused, Unreachable
+from toprope.supervisor.launchers.engine import Job, JobRequest, NotReached, Phase, Refused, Unreachable
 
 _ANSWER_S = 20.0
 _LEAVE_S = 60
@@ -56,7 +56,7 @@ class SlurmEngine:
         try:
             is_known = request.name in self.jobs()
         except Unreachable as error:
-            raise Refused(str(error), hint="Nothing was started. Start it again once Slurm answers.") from None
+            raise NotReached(str(error), hint="Nothing was started. Start it again once Slurm answers.") from None
         if is_known:
             return
         lines = ["#!/bin/sh", *self._cluster.setup, f"exec {shlex.join(request.command)}", ""]

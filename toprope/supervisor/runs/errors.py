@@ -7,6 +7,10 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status
 
 
+class KeeperUnknown(NotPossibleNow):
+    """The engine of a run does not answer, so the run may still have its keeper."""
+
+
 def cannot_write(folder: RunFolder, error: OSError) -> NotPossibleNow:
     """The disk is full, or the folder is not writable."""
     return NotPossibleNow(
@@ -28,9 +32,9 @@ def still_running(status: Status) -> NotPossibleNow:
     )
 
 
-def unknown_keeper(folder: RunFolder, reason: str) -> NotPossibleNow:
+def unknown_keeper(folder: RunFolder, reason: str) -> KeeperUnknown:
     """The engine that was given the run does not answer, so the run may still have its keeper."""
-    return NotPossibleNow(
+    return KeeperUnknown(
         f"{folder.run_id} was not resumed, because it may still run. {reason}",
         hint="Call again when the cluster answers; `toprope doctor --cluster NAME` asks it.",
     )

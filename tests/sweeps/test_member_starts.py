@@ -1,0 +1,86 @@
+"""Starts and resumes of members by a conductor without a keeper, on a cluster that answers or not."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import anyio
+import pytest
+
+from tests.support import sweep_stand_ins
+from toprope.records.messages import Warned
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.status import Status
+from toprope.records.sweep_journal import Candidate, Generation, SweepLog
+from toprope.settings.owner import Home
+from toprope.supervisor.capacity.reservations import Machine
+from toprope.supervisor.launchers import KeeperState
+from toprope.supervisor.launchers.engine import NotReached
+from toprope.supervisor.runs.manager import RunManager
+from toprope.sweeps import conductor
+from toprope.sweeps.conductor import Conductor
+from toprope.workbench.launch import open_runs
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A conductor without keeper whose members go to a cluster; the cluster answers after `silent` questions."""
+    monkeypatch.setattr(conductor, "_RETRY_START_EVERY_S", 0.001)
+    home = Home(tmp_path / "home", tmp_path / "config").ensure()
+    cluster = SimpleNamespace(silent=0)
+
+    def submit(folder, variables, lock=None):
+        if cluster.silent:
+            raise NotReached("Slurm gave no answer.")
+        status = Status.read(folder)
+        assert status.state == "queued"
+        status.model_copy(update={"state": "completed", "ended_at": 1.0}).write(folder)
+
+    def state(folder, *, locked=False):
+        cluster.silent = max(0, cluster.silent - locked)
+        return KeeperState("unknown" if cluster.silent else "gone")
+
+    launcher = SimpleNamespace(submit=submit, status=state)
+    runs = RunManager(home.runs, launcher, lambda: Machine(threads=4))
+    monkeypatch.setattr(open_runs, "open_runs", lambda home: runs)
+
+    async def held():
+        return None
+
+    told = []
+    spec = sweep_stand_ins.sweep_in(home, population=2, epochs=1)
+    member = SimpleNamespace(
+        spec=spec, folder=RunFolder.create(tmp_path, "dice"), report=told.append, ending=threading.Event(),
+        hold_async=held,
+    )  # fmt: skip
+    candidate = Candidate(id="c001", values={}, steps=4)
+    log = SweepLog(member.folder)
+    log.append(Generation(epoch=1, candidates=[candidate]))
+    one = Conductor(member, home)
+
+    def measure():
+        run_id = one._members.run_id(candidate)
+        start = partial(one._members.start, candidate, 1, one._log.standing)
+        return anyio.run(one._run_to_end, candidate.id, run_id, start)
+
+    return SimpleNamespace(cluster=cluster, runs=runs, measure=measure, conductor=one, told=told, candidate=candidate)
+
+
+def test_outage_of_a_cluster_burns_no_member(alone):
+    alone.cluster.silent = 2 * conductor._MOST_REFUSALS
+    status, why = alone.measure()
+    assert (status.state, status.attempt, why) == ("completed", 2, "")
+    [waits] = [one.what for one in alone.told if isinstance(one, Warned)]
+    assert "waits: Slurm gave no answer." in waits
+
+
+def test_member_that_met_an_outage_is_interrupted(alone):
+    members, candidate = alone.conductor._members, alone.candidate
+    alone.cluster.silent = 1
+    with pytest.raises(NotReached, match="is recorded as failed"):
+        members.start(candidate, 1, alone.conductor._log.standing)
+    assert members.status(members.run_id(candidate)).state == "failed"
+    status, why = alone.measure()  # as a conductor does that takes over
+    assert (status.state, status.attempt, why) == ("completed", 2, "")
