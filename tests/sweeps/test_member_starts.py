@@ -21,7 +21,9 @@ from toprope.supervisor.launchers.engine import NotReached
 from toprope.supervisor.runs.manager import RunManager
 from toprope.sweeps import conductor
 from toprope.sweeps.conductor import Conductor
+from toprope.sweeps.members import SweepMembers
 from toprope.workbench.launch import open_runs
+from toprope.workbench.launch.budgets.reserve_budget import NoRoomWithin
 
 
 @pytest.fixture
@@ -84,3 +86,24 @@ def test_member_that_met_an_outage_is_interrupted(alone):
     assert members.status(members.run_id(candidate)).state == "failed"
     status, why = alone.measure()  # as a conductor does that takes over
     assert (status.state, status.attempt, why) == ("completed", 2, "")
+
+
+def test_member_at_its_own_cap_does_not_fail_the_sweep(alone, monkeypatch):
+    alone.measure()
+    folder = alone.runs.folder(alone.conductor._members.run_id(alone.candidate))
+    stopped = {"state": "stopped", "reason": "per_run.wall_hours is reached"}
+    Status.read(folder).model_copy(update=stopped).write(folder)
+
+    def used_up(*_):
+        error = NoRoomWithin("it has used what it may")
+        error.limits = limits
+        raise error
+
+    monkeypatch.setattr(SweepMembers, "resume", used_up)
+    limits = ("per_run.wall_hours", "per_day.cpu_hours")
+    with pytest.raises(NoRoomWithin):
+        alone.measure()
+    limits = ("per_run.wall_hours",)
+    alone.conductor._live.add("another")  # whose end would change nothing
+    status, why = alone.measure()
+    assert status.state == "stopped" and why == "its run stopped: per_run.wall_hours is reached"

@@ -228,8 +228,11 @@ class Conductor:
         try:
             if not await self._resume_interrupted(run_id):
                 await self._start(run_id, start)
-        except (CodeChanged, NoRoomWithin):
+        except CodeChanged:
             raise
+        except NoRoomWithin as error:
+            if not self._is_at_cap(run_id, error):
+                raise  # else every resume of the sweep would fail by this one run
         except TopropeError as error:
             if not self._members.exists(run_id) or self._members.was_interrupted(run_id):
                 return None, error.message
@@ -259,7 +262,7 @@ class Conductor:
                 if isinstance(error, NoRoomWithin):
                     # The budget that live members reserved and do not use is free when they end.
                     may_pass = set(error.limits) <= _TEMPORARY_LIMITS or bool(self._live)
-                    lasts = not may_pass
+                    lasts = not may_pass or self._is_at_cap(run_id, error)
                 elif isinstance(error, NotReached | KeeperUnknown):  # an outage is no fault of the member
                     lasts = False
                     if self._members.exists(run_id):  # it was created before its engine was asked
@@ -274,6 +277,10 @@ class Conductor:
                     warned = True
                     self._warn(f"{run_id} waits: {error.message}")
                 await asyncio.sleep(_RETRY_START_EVERY_S)
+
+    def _is_at_cap(self, run_id: str, error: NoRoomWithin) -> bool:
+        """True if a run has used up what it may, so that no end of another one makes room for it."""
+        return self._members.exists(run_id) and all(limit.startswith("per_run.") for limit in error.limits)
 
     async def _resume_interrupted(self, run_id: str) -> bool:
         """Resume a run that was interrupted before this conductor began; False if it was not.
