@@ -107,3 +107,12 @@ def test_member_at_its_own_cap_does_not_fail_the_sweep(alone, monkeypatch):
     alone.conductor._live.add("another")  # whose end would change nothing
     status, why = alone.measure()
     assert status.state == "stopped" and why == "its run stopped: per_run.wall_hours is reached"
+
+
+def test_sweep_on_a_cluster_is_as_wide_as_its_population(tmp_path):
+    home = Home(tmp_path / "home", tmp_path / "config").ensure()
+    spec = sweep_stand_ins.sweep_in(home, population=5)
+    spec.config.launcher.threads = 256
+    assert SweepMembers(home, spec).parallel_runs() == 1
+    spec.config.launcher.kind = "slurm"
+    assert SweepMembers(home, spec).parallel_runs() == 5

@@ -68,10 +68,13 @@ class SweepMembers:
         self._starter = RunStarter(home, self.runs)
 
     def parallel_runs(self) -> int:
-        """Return the number of members that this machine has room for at the same time."""
+        """Return the number of members to start at the same time: as many as this machine has room for, or all that
+        wait in a cluster's queue."""
         launcher, machine = self._sweep.config.launcher, self.runs.machine()
         if self._sweep.config.is_hosted:
             return _HOSTED_AT_ONCE
+        if launcher.kind != "local":
+            return self._plan.population
         trains = self._plan.evaluate == "train"
         processes = (launcher.num_processes if trains else 0) + 1
         if machine.gpus and launcher.device != "cpu":
