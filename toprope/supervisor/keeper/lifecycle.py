@@ -118,32 +118,21 @@ class RunLifecycle:
         self._pause = PauseControl(self._writer, self._crew)
         self._reports = ReportHandler(self._spec, self._writer, self._crew, resumes=checkpoint is not None)
         self._decision: asyncio.Future[_Ending] = asyncio.get_running_loop().create_future()
+        self._late_stop: StopOrder | None = None
+        """An order to stop the run while it ends as lost."""
         self._start_timer: asyncio.TimerHandle | None = None
         self._ended_when_done: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._hangs = HangDetector(self._silence_limit_s)
         self._restarts = RestartPolicy(
-            folder,
-            self._spec,
-            self._writer,
-            self._crew,
-            self._reports,
-            decided=self._decision,
-            fail=self._decide,
-            launch=self._launch,
-            background=self._run_in_background,
-        )
+            folder, self._spec, self._writer, self._crew, self._reports,
+            decided=self._decision, fail=self._decide, launch=self._launch, background=self._run_in_background,
+        )  # fmt: skip
         writer, pause = self._writer, self._pause
         control = RunControl(
-            folder,
-            self._spec,
-            lambda: writer.status,
-            writer.record_event,
-            writer.update,
-            self._stop,
-            pause.pause,
-            pause.proceed,
-        )
+            folder, self._spec, lambda: writer.status,
+            writer.record_event, writer.update, self._stop, pause.pause, pause.proceed,
+        )  # fmt: skip
         self._watchers = WatcherGroup(create_watchers(control), writer.record_event)
 
     # The sequence
@@ -167,7 +156,7 @@ class RunLifecycle:
             state = "completed" if isinstance(ending, _Completed) else self._writer.state
             patient = self._members_that_end_themselves()
             await self._crew.close(self._grace_s, patient_with=patient, state=state)
-            await self._write_end(ending)
+            await self._write_end(self._late_stop or ending)
         except Exception as error:
             traceback.print_exc()
             await self._end_after_crash(error)
@@ -432,6 +421,10 @@ class RunLifecycle:
             self._writer.warn_once(complaint)
         for order in orders.stops:
             self._stop(order)
+            decided = self._decision.result()
+            if isinstance(decided, StopOrder) and decided.lost and not (order.lost or self._late_stop):
+                self._late_stop = order  # a lost run would resume
+                self._writer.enter("stopping", order.reason)
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
