@@ -355,15 +355,16 @@ def test_place_that_is_taken_back_resumes_as_another_job(local_house, harness):
 
 def test_run_that_is_stopped_while_its_place_is_taken_back_does_not_resume(local_house, harness):
     cluster = OnCluster(local_house, harness)
-    behaviour = {"endless": True, "patient": True, "saving": 1.5}
+    behaviour = {"endless": True, "patient": True, "saving": 1.5}  # longer than stop_grace_s
     runs = cluster.runs({"trainer": behaviour}, variables=lambda _: {})
-    folder = cluster.start(runs, cluster.specification(stop_grace_s=10.0))
+    folder = cluster.start(runs)
     until(runs, folder, "training")
     os.kill(read_json(folder.lock)["pid"], signal.SIGUSR1)
     eventually(lambda: "took the job's place back" in Status.read(folder).reason)
     runs.stop(folder.run_id)
     status = ended(runs, folder)
     assert (status.state, status.attempt, status.resume_at) == ("stopped", 1, None)
+    assert status.checkpoint is not None, "Slurm leaves it a minute"
     states = [event.data["to"] for event in runs.events(folder.run_id) if event.kind == "state"]
     assert states[-2:] == ["stopping", "stopped"]
 

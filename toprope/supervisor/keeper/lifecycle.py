@@ -52,6 +52,8 @@ _READ_ORDERS_EVERY_S, _CLAIM_EVERY_S, _WATCH_EVERY_S = 0.04, 0.25, 1.0
 _EXIT_WITHIN_S = 1.0
 """Seconds that a member gets to exit after it reported a failure, or did not exit at the end of its work."""
 _SIGNALLED_WITHIN_S = 0.5
+_TAKEN_BACK_GRACE_S = 45.0
+"""Slurm's signal comes a minute before it ends a job; a checkpoint that is cut off costs more than the wait."""
 _PLOT_TIMEOUT_S = 120.0
 _BLAME_ORDER = ("policy", "inference", "environment", "api", "trainer", "conductor")
 """The first of the members that are not ready is blamed: each member waits for those before it."""
@@ -172,7 +174,8 @@ class RunLifecycle:
             loop.add_signal_handler(number, self._stop_by, number)
         loop.add_signal_handler(signal.SIGHUP, lambda: None)
         if self._parent is not None:
-            loop.add_signal_handler(signal.SIGUSR1, self._stop, StopOrder(reason=_TAKEN_BACK, lost=True))
+            order = StopOrder(max(self._grace_s, _TAKEN_BACK_GRACE_S), _TAKEN_BACK, lost=True)
+            loop.add_signal_handler(signal.SIGUSR1, self._stop, order)
             watch_parent(self._parent, lambda: self._stop(StopOrder(reason=_PARENT_ENDED, lost=True)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
 
