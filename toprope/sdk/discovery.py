@@ -30,7 +30,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 """Valid names of environments."""
 
 TRAINING_PACKAGES = (
-    *("peft", "vllm", "deepspeed", "bitsandbytes", "liger_kernel", "kernels", "flash_attn"),
+    *("peft", "vllm", "deepspeed", "bitsandbytes", "liger_kernel", "kernels", "flash_attn", "unsloth"),
     *("trackio", "wandb", "swanlab", "tensorboard"),
 )
 """Packages of training scripts that their environments and rewards do not use."""

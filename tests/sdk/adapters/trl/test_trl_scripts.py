@@ -118,6 +118,28 @@ MODULES = """
     rows = [{"prompt": "a"}]
     GRPOTrainer(model="m", reward_funcs=lambda completions, **row: [1.0], args=training, train_dataset=rows)
 """
+LOADING = """
+    import torch
+    from dataclasses import dataclass
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, HfArgumentParser
+    from trl import GRPOConfig, GRPOTrainer, ModelConfig
+    from unsloth import FastLanguageModel
+
+    @dataclass
+    class Mine:
+        weight: float = 1.0
+
+    mine, training, settings = HfArgumentParser((Mine, GRPOConfig, ModelConfig)).parse_args_into_dataclasses()
+    quantized = BitsAndBytesConfig(load_in_4bit=True)
+    model = AutoModelForCausalLM.from_pretrained("no/such-model", dtype=torch.bfloat16, quantization_config=quantized)
+    model = get_peft_model(model, LoraConfig(r=8))
+    model, tokenizer = FastLanguageModel.from_pretrained(model_name="no/such-model")
+    model = FastLanguageModel.get_peft_model(model, r=8)
+    training.reward_weights = [mine.weight]
+    rows = [{"prompt": "a"}]
+    GRPOTrainer(model=model, reward_funcs=lambda completions, **row: [1.0], args=training, train_dataset=rows)
+"""
 OWN_REWARD = (
     "def think_format_reward(completions, **kwargs): return [float('<think>' in c[0]['content']) for c in completions]"
 )
@@ -252,6 +274,16 @@ def test_submodules_of_trl_have_placeholders_too(
     for name in [] if installed else ["trl", *known]:
         monkeypatch.setitem(sys.modules, name, None)
     assert trl.make(target).parts["<lambda>"].weight == 0.5
+
+
+def test_a_script_may_load_its_policy_before_the_trainer(tmp_path: Path) -> None:
+    transformers = importlib.import_module("transformers")
+    script = tmp_path / "loading.py"
+    script.write_text(textwrap.dedent(LOADING))
+    target = json.dumps({"file": str(script), "script": True, "arguments": ["--weight", "0.5", "--seed", "7"]})
+    assert trl.make(target).parts["<lambda>"].weight == 0.5
+    for name in ("AutoModelForCausalLM", "HfArgumentParser"):
+        assert getattr(transformers, name).__module__.startswith("transformers.")
 
 
 def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, script: Path) -> None:

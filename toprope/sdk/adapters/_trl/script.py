@@ -66,7 +66,14 @@ class _Trainer:
         raise _Constructed({**named, "reward_funcs": reward_funcs, "args": args, "train_dataset": train_dataset})
 
 
-class _Anything:
+class _AnyName(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+
+class _Anything(metaclass=_AnyName):
     """A class or function that only training uses."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -80,6 +87,10 @@ class _Anything:
     def __call__(self, *positional: Any, **named: Any) -> Any:
         return _Anything()
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yield two, such as the model and the tokenizer that Unsloth loads."""
+        return iter((_Anything(), _Anything()))
+
 
 _REPLACED = {
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), _Trainer),
@@ -88,6 +99,10 @@ _REPLACED = {
     **dict.fromkeys(("get_peft_config", "get_quantization_config", "get_kbit_device_map"), _Anything()),
     "TrlParser": Parser,
     "RichProgressCallback": _Anything,
+}
+_OF_TRANSFORMERS = {
+    "HfArgumentParser": Parser,
+    **dict.fromkeys(("AutoModelForCausalLM", "BitsAndBytesConfig"), _Anything),  # the policy
 }
 
 
@@ -105,8 +120,9 @@ def run_script(path: Path, arguments: Sequence[str]) -> Recorded:
     module.__file__ = str(path)
     folder = str(path.parent)
     try:
-        code = compile(path.read_bytes(), str(path), "exec")
-        with _placeholders(module), contextlib.redirect_stdout(sys.stderr):
+        source = path.read_bytes()
+        code = compile(source, str(path), "exec")
+        with _placeholders(module, source), contextlib.redirect_stdout(sys.stderr):
             sys.argv, sys.path = [str(path), *arguments], [folder, *sys.path]
             exec(code, module.__dict__)
     except _Constructed as constructed:
@@ -182,8 +198,12 @@ def _recorded(module: ModuleType, path: Path, arguments: dict[str, Any]) -> Reco
 
 
 @contextlib.contextmanager
-def _placeholders(main: ModuleType) -> Iterator[None]:
-    """Put placeholders in place of what only training needs, and `main` in place of this program."""
+def _placeholders(main: ModuleType, source: bytes) -> Iterator[None]:
+    """Put placeholders in place of what only training needs, and `main` in place of this program.
+
+    Args:
+        source: Of the script. An import of Transformers takes seconds, so others do without.
+    """
     kept_modules, argv, path = dict(sys.modules), sys.argv, sys.path
     added = {name: _module(name) for name in (*TRAINING_PACKAGES, *_TRAINING_MODULES)}
     places = [added[name] for name in _TRAINING_MODULES]
@@ -196,6 +216,9 @@ def _placeholders(main: ModuleType) -> Iterator[None]:
     # A submodule that was imported before is an attribute, too.
     modules = {name.rpartition(".")[2]: added[name] for name in _TRAINING_MODULES}
     changes = [(place, _REPLACED | (modules if place.__name__ == "trl.trainer" else {})) for place in places]
+    if b"transformers" in source:
+        with contextlib.suppress(ImportError):  # the script's own import says so
+            changes.append((importlib.import_module("transformers"), _OF_TRANSFORMERS))
     before = [{name: place.__dict__[name] for name in new if name in place.__dict__} for place, new in changes]
     for place, new in changes:
         place.__dict__.update(new)
