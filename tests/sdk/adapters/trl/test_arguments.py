@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from toprope.sdk.adapters._trl.arguments import Parser, ScriptArguments, Settings
+from toprope.sdk.adapters._trl.arguments import _DEFAULTS, ArgumentsError, Parser, ScriptArguments, Settings
 from toprope.sdk.errors import LoadError
 from toprope.sdk.worker.service import Service
 
@@ -56,6 +58,26 @@ def test_configurations_take_the_names_that_no_dataclass_has() -> None:
     assert (settings.beta, settings.name, settings.other) == (-1, "x", None)
 
 
+def test_settings_that_are_not_given_are_those_of_trl() -> None:
+    settings, other = parsed("--seed 7", Settings)[1], Settings()
+    assert settings.seed == 7 and settings.eval_strategy == "no" and "wandb" not in settings.report_to
+    assert os.path.join(settings.output_dir, "last") and not settings.push_to_hub
+    assert settings.num_generations * settings.max_completion_length * settings.learning_rate > 0
+    logging.getLogger("script").setLevel(settings.get_process_log_level())
+    with settings.main_process_first():
+        settings.report_to.append("wandb")
+    assert settings.to_dict()["report_to"] == ["wandb"] and other.report_to == []
+    assert other.max_tool_calling_iterations is None and other.reward_weights is None
+
+
+@pytest.mark.parametrize("name", ["GRPOConfig", "ModelConfig"])
+def test_defaults_are_those_of_the_installed_trl(name: str) -> None:
+    trl = pytest.importorskip("trl")
+    for field in fields(getattr(trl, name)):
+        if field.name in _DEFAULTS and field.default not in (MISSING, None) and field.name != "report_to":
+            assert _DEFAULTS[field.name] == field.default, field.name
+
+
 def test_arguments_that_the_script_adds_come_last() -> None:
     parser = Parser(dataclass_types=Mine)
     parser.add_argument("--seed", type=int, default=1)
@@ -76,9 +98,9 @@ def test_arguments_that_the_script_adds_come_last() -> None:
     ],
 )
 def test_arguments_that_cannot_be_read_are_refused(words: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ArgumentsError, match=said):
         parsed(words)
-    with pytest.raises(ValueError, match="no name stands before 7"):
+    with pytest.raises(ArgumentsError, match="no name stands before 7"):
         parsed("7", Settings)
 
 
@@ -107,3 +129,6 @@ def test_a_script_says_what_is_wrong_with_its_arguments(tmp_path: Path) -> None:
     for arguments, said in (("--config x.yaml", "not read here"), ("--count x", "argument --count")):
         with pytest.raises(LoadError, match=f"fails before its trainer: .*{said}.*`arguments`"):
             Service().answer("open", {"source": source, "knobs": {"arguments": arguments}})
+    script.write_text("raise RuntimeError('no such column')\n")
+    with pytest.raises(LoadError, match="no such column$"):
+        Service().answer("open", {"source": source, "knobs": {}})

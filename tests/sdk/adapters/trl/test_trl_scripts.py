@@ -114,7 +114,7 @@ MODULES = """
     given, training = TrlParser((ScriptArguments, Config)).parse_args_and_config()
     assert training.extra == 4 and training.dataset_name == "x" and Other(rate=1e-6).learning_rate == 1e-6
     training = Config(extra=5, reward_weights=[0.5])
-    assert training.extra == 5 and training.output_dir is None
+    assert training.extra == 5 and training.run_name is None
     rows = [{"prompt": "a"}]
     GRPOTrainer(model="m", reward_funcs=lambda completions, **row: [1.0], args=training, train_dataset=rows)
 """

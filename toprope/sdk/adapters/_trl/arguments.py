@@ -7,6 +7,9 @@ the script has.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -14,7 +17,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["Parser", "ScriptArguments", "Settings"]
+__all__ = ["ArgumentsError", "Parser", "ScriptArguments", "Settings"]
 
 _NAME = re.compile(r"--?[A-Za-z]")
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
@@ -30,8 +33,29 @@ class _Taking(type):
         return made
 
 
+_DEFAULTS: dict[str, Any] = {
+    **{"output_dir": "trainer_output", "report_to": [], "seed": 42, "logging_steps": 10, "save_steps": 500},
+    **{"eval_strategy": "no", "save_strategy": "steps", "logging_strategy": "steps", "lr_scheduler_type": "linear"},
+    **{"optim": "adamw_torch_fused", "learning_rate": 1e-6, "weight_decay": 0.0, "warmup_steps": 0, "max_grad_norm": 1},
+    **{"num_train_epochs": 3.0, "max_steps": -1, "gradient_accumulation_steps": 1, "gradient_checkpointing": True},
+    **{"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "dataloader_num_workers": 0},
+    **dict.fromkeys(("do_train", "do_eval", "fp16", "push_to_hub", "use_vllm", "trust_remote_code"), False),
+    **{"num_generations": 8, "num_iterations": 1, "max_prompt_length": 512, "max_completion_length": 512},
+    **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "beta": 0.0, "epsilon": 0.2, "loss_type": "dapo"},
+    **{"remove_unused_columns": False, "shuffle_dataset": True, "vllm_mode": "colocate", "vllm_server_port": 8000},
+    **{"world_size": 1, "process_index": 0, "local_process_index": 0, "local_rank": -1, "n_gpu": 0, "device": "cpu"},
+    **{"model_revision": "main", "use_peft": False, "load_in_4bit": False, "load_in_8bit": False},
+    **{"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
+}
+"""Settings of TRL with which scripts compute or that they compare, by the name, as they are if a script leaves them."""
+
+
+class ArgumentsError(ValueError):
+    """The command line of a script is wrong."""
+
+
 class Settings(metaclass=_Taking):
-    """A configuration: keeps what it is given; everything else is None."""
+    """A configuration: keeps what it is given; what it is not is as in TRL, or None."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         self.__dict__.update(named)
@@ -42,7 +66,22 @@ class Settings(metaclass=_Taking):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _DEFAULTS:
+            setattr(self, name, copy.copy(_DEFAULTS[name]))  # which the script may change
+            return self.__dict__[name]
         return None
+
+    def get_process_log_level(self) -> int:
+        """Return the level of the script's own messages."""
+        return logging.WARNING
+
+    def main_process_first(self, *positional: Any, **named: Any) -> contextlib.AbstractContextManager[None]:
+        """Do nothing, where TRL has other processes wait."""
+        return contextlib.nullcontext()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is known."""
+        return _DEFAULTS | vars(self)
 
 
 class ScriptArguments(Settings):
@@ -67,9 +106,9 @@ class Parser(argparse.ArgumentParser):
         """Raise what is wrong with the arguments, which argparse would print.
 
         Raises:
-            ValueError: Always.
+            ArgumentsError: Always.
         """
-        raise ValueError(message)
+        raise ArgumentsError(message)
 
     def parse_args_and_config(
         self, args: Sequence[str] | None = None, return_remaining_strings: bool = False, **named: Any
@@ -77,7 +116,7 @@ class Parser(argparse.ArgumentParser):
         """Return an object of each type, and what the script added beside them.
 
         Raises:
-            ValueError: An argument is unknown or has another type, or a file has the values.
+            ArgumentsError: An argument is unknown or has another type, or a file has the values.
         """
         given, rest = self.parse_known_args(args)
         if any(word.partition("=")[0] == "--config" for word in rest):

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from toprope.sdk.adapters._trl.arguments import Parser, ScriptArguments, Settings
+from toprope.sdk.adapters._trl.arguments import ArgumentsError, Parser, ScriptArguments, Settings
 from toprope.sdk.discovery import TRAINING_PACKAGES, script_requirements
 from toprope.sdk.errors import Failure, LoadError
 
@@ -133,7 +133,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> Recorded:
         failure = Failure.of(error, folder)
         message = f"{path.name} fails before its trainer: {failure.type}: {failure.message}"
         if not message.endswith("could not be reached"):  # what helps then is added where the HOME is known
-            message += f". {_cure(error, path)}"
+            message = ". ".join(filter(None, (message, _cure(error, path))))
         raise LoadError(message, failure.where) from error
     raise LoadError(f"{_FINISHED} of {', '.join(TRAINERS)}: {path.name} is not a training script of TRL.")
 
@@ -171,7 +171,9 @@ def _cure(error: BaseException, path: Path) -> str:
         return "The knob `arguments` sets the arguments of its command line; its own message is in the log."
     if re.search("Hub|HF_HUB", str(error)):
         return "It needs that data set in the cache of the Hugging Face Hub, or environment.network: allow."
-    return "The knob `arguments` sets the arguments of its command line, such as the address of a server."
+    if isinstance(error, ArgumentsError | OSError):
+        return "The knob `arguments` sets the arguments of its command line, such as the address of a server."
+    return ""
 
 
 def _recorded(module: ModuleType, path: Path, arguments: dict[str, Any]) -> Recorded:
