@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from toprope.sdk.adapters import score
@@ -74,6 +76,27 @@ def test_rows_with_equal_prompts_are_tasks_of_their_own(tmp_path: Path) -> None:
     tasks = list(configure(score.make(json.dumps(target))).tasks())
     assert len({task.id for task in tasks}) == 3
     assert tasks[0].id == Task("Go.").id, "as in runs that began before"
+
+
+@pytest.mark.parametrize("rows", ["rows = shuffled()", "def rows():\n    yield from shuffled()"])
+def test_rows_that_are_shuffled_are_the_same_in_every_worker(tmp_path: Path, rows: str) -> None:
+    (tmp_path / "shuffled.py").write_text(
+        "import random\nimport numpy\n"
+        "def shuffled():\n"
+        "    order = list(range(20))\n    random.shuffle(order)\n"
+        "    return [{'prompt': f'{number} {numpy.random.rand()}'} for number in order]\n"
+        f"{rows}\ndef score(prompt, completion): return 1.0\n"
+    )
+    target = json.dumps({"file": str(tmp_path / "shuffled.py")})
+    orders = []
+    for seed in (1, 2):
+        random.seed(seed)
+        numpy.random.seed(seed)
+        orders.append([task.content for task in configure(score.make(target)).tasks()])
+    assert orders[0] == orders[1] != sorted(orders[0])
+    state = random.getstate()
+    next(configure(score.make(target)).tasks())
+    assert random.getstate() == state, "nobody else draws from these states"
 
 
 def test_column_named_as_the_completion_s_parameter_is_left_out(tmp_path: Path) -> None:

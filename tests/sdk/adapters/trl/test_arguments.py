@@ -73,9 +73,9 @@ def test_settings_that_are_not_given_are_those_of_trl() -> None:
 @pytest.mark.parametrize("name", ["GRPOConfig", "ModelConfig"])
 def test_defaults_are_those_of_the_installed_trl(name: str) -> None:
     trl = pytest.importorskip("trl")
-    for field in fields(getattr(trl, name)):
-        if field.name in _DEFAULTS and field.default not in (MISSING, None) and field.name != "report_to":
-            assert _DEFAULTS[field.name] == field.default, field.name
+    for setting in fields(getattr(trl, name)):
+        if setting.name in _DEFAULTS and setting.default not in (MISSING, None) and setting.name != "report_to":
+            assert _DEFAULTS[setting.name] == setting.default, setting.name
 
 
 def test_arguments_that_the_script_adds_come_last() -> None:

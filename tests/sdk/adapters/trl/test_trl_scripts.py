@@ -11,6 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy
 import pytest
 
 from toprope.sdk.adapters import trl
@@ -274,6 +275,17 @@ def test_submodules_of_trl_have_placeholders_too(
     for name in [] if installed else ["trl", *known]:
         monkeypatch.setitem(sys.modules, name, None)
     assert trl.make(target).parts["<lambda>"].weight == 0.5
+
+
+def test_rows_that_a_script_shuffles_are_the_same_in_every_worker(tmp_path: Path) -> None:
+    script = tmp_path / "shuffling.py"
+    script.write_text(textwrap.dedent(QUICKSTART).replace(" for n in range(20)])", " for n in range(20)]).shuffle()"))
+    orders = []
+    for seed in (1, 2):
+        numpy.random.seed(seed)
+        environment = trl.make(json.dumps({"file": str(script), "script": True}))
+        orders.append([task.content for task in environment.tasks()])
+    assert orders[0] == orders[1] != sorted(orders[0])
 
 
 def test_a_script_may_load_its_policy_before_the_trainer(tmp_path: Path) -> None:

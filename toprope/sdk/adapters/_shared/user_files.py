@@ -11,20 +11,24 @@ of a list, a data set or a parameterless function in the user's file.
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from toprope.sdk.adapters._shared import rows as _rows
+from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.authoring.loading import module_of
 from toprope.sdk.discovery import assignments
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
-__all__ = ["UserFile", "data_beside", "functions", "parsed", "public_name"]
+__all__ = ["UserFile", "data_beside", "functions", "load_numpy", "parsed", "public_name"]
 
 ROWS = ("rows", "train_dataset", "dataset", "train_rows", "ROWS", "DATASET")
 """Default names of rows in a file."""
@@ -64,7 +68,11 @@ class UserFile:
         if not path:
             raise LoadError("The target needs `file`, the path of a Python file.")
         self.path = Path(path).expanduser().absolute()
-        self.module: ModuleType = module_of(self.path) if module is None else module
+        if module is None:
+            load_numpy(self.path)
+            with OwnRandom(0):  # every worker has the same rows
+                module = module_of(self.path)
+        self.module: ModuleType = module
 
     def get(self, name: str, what: str) -> Any:
         """Return a definition of the file by name, dotted for attributes: `rewards.accuracy`.
@@ -104,6 +112,7 @@ class UserFile:
             EnvironmentMistake: A row is not an object.
         """
         rows: Any = source
+        luck = OwnRandom(0)
         if isinstance(source, str) and (source.startswith(_rows.HUB) or self._data(source) is not None):
             place = self._data(source)
             files = [] if place is None else [place]
@@ -111,10 +120,11 @@ class UserFile:
         elif isinstance(source, str):
             rows = self.get(source, "the rows")
             if callable(rows) and not isinstance(rows, Sequence):
-                rows = rows()
+                with luck:
+                    rows = rows()
         if isinstance(rows, Mapping | str) or not isinstance(rows, Iterable) and not hasattr(rows, "__getitem__"):
             raise EnvironmentMistake(f"The rows {str(source)[:60]!r} are {type(rows).__name__}, not a list of rows.")
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(_drawn(rows, luck) if isinstance(rows, Generator) else rows, 1):
             if isinstance(row, str):
                 row = {"prompt": row}
             if not isinstance(row, Mapping):
@@ -126,6 +136,24 @@ class UserFile:
             return None
         place = Path(source).expanduser()
         return place if place.is_absolute() else self.path.parent / place
+
+
+def load_numpy(file: Path) -> None:
+    """Import NumPy before a file that may draw from it, so that its generator has the state of `OwnRandom`, too."""
+    with contextlib.suppress(OSError, ImportError):
+        if re.search(rb"\b(numpy|datasets|pandas|trl)\b", file.read_bytes()):
+            importlib.import_module("numpy")
+
+
+def _drawn(rows: Generator[Any, Any, Any], luck: OwnRandom) -> Iterator[Any]:
+    """Yield rows, with these states of the random generators while one is made."""
+    while True:
+        with luck:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+        yield row
 
 
 def public_name(function: Any) -> str:
