@@ -31,6 +31,7 @@ from toprope.sdk.adapters._servers.atropos_files import declared
 from toprope.sdk.adapters._servers.atropos_tokenizer import BYTES_PER_TOKEN, templates_give_lists, tokenizer_here
 from toprope.sdk.adapters._shared.bounds import bounds_of, within
 from toprope.sdk.adapters._shared.random_state import OwnRandom
+from toprope.sdk.adapters._shared.user_files import prepare
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.event_loop import BackgroundLoop
@@ -331,6 +332,7 @@ def make(target: str) -> Atropos:
     module_name = ".".join(path.with_suffix("").relative_to(Path(package_of(str(path)) or path).parent).parts)
     sys.path[:] = [root, *(entry for entry in sys.path if entry not in (root, folder)), folder]
     find_above(path)
+    prepare(path)
     with OwnRandom("tasks"):
         module = importlib.import_module(module_name)
     if Path(getattr(module, "__file__", "") or "").resolve() != path.resolve():

@@ -30,11 +30,7 @@ def main() -> None:
     app, port, root, *further = sys.argv[1:]
     sys.path[:0] = [root]
     sys.path += further
-    place = Path(tempfile.mkdtemp(prefix="openenv-"))
-    for entry in Path.cwd().iterdir():
-        if not entry.name.startswith("."):  # a wall closes these
-            (place / entry.name).symlink_to(entry)
-    os.chdir(place)
+    work_in_links(Path.cwd())
     with runpy.run_path(str(Path(__file__).with_name("ors_serve.py")))["telling"]() as errors:
         import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
@@ -42,6 +38,19 @@ def main() -> None:
         _take_results()
         # Without pings: an environment that computes does not answer them in time.
         uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", ws_ping_interval=None)
+
+
+def work_in_links(folder: Path) -> None:
+    """Change to a new folder with links to what is in the given one.
+
+    Raises:
+        OSError: It cannot be listed.
+    """
+    entries = [entry for entry in folder.absolute().iterdir() if not entry.name.startswith(".")]  # a wall closes these
+    place = Path(tempfile.mkdtemp(prefix="beside-"))
+    for entry in entries:
+        (place / entry.name).symlink_to(entry)
+    os.chdir(place)
 
 
 def _tell_failures(errors: Any) -> None:

@@ -15,12 +15,15 @@ import contextlib
 import importlib
 import inspect
 import json
+import os
 import re
+import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from toprope.sdk.adapters._servers.openenv_serve import work_in_links
 from toprope.sdk.adapters._shared import rows as _rows
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.knobs import nearest
@@ -28,7 +31,7 @@ from toprope.sdk.authoring.loading import module_of
 from toprope.sdk.discovery import assignments
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
-__all__ = ["UserFile", "data_beside", "functions", "load_numpy", "parsed", "public_name"]
+__all__ = ["UserFile", "data_beside", "functions", "parsed", "prepare", "public_name"]
 
 ROWS = ("rows", "train_dataset", "dataset", "train_rows", "ROWS", "DATASET")
 """Default names of rows in a file."""
@@ -69,7 +72,7 @@ class UserFile:
             raise LoadError("The target needs `file`, the path of a Python file.")
         self.path = Path(path).expanduser().absolute()
         if module is None:
-            load_numpy(self.path)
+            prepare(self.path)
             with OwnRandom(0):  # every worker has the same rows
                 module = module_of(self.path)
         self.module: ModuleType = module
@@ -138,8 +141,15 @@ class UserFile:
         return place if place.is_absolute() else self.path.parent / place
 
 
-def load_numpy(file: Path) -> None:
-    """Import NumPy before a file that may draw from it, so that its generator has the state of `OwnRandom`, too."""
+def prepare(file: Path) -> None:
+    """Prepare this process for a user's file.
+
+    A worker starts in its scratch folder; it changes to links to what lies beside the file, whose relative paths are
+    of there. NumPy is imported before a file that may draw from it, so that `OwnRandom` sets its generator, too.
+    """
+    with contextlib.suppress(OSError):  # a HOME, which nobody can list behind a wall
+        if os.path.samefile(os.curdir, tempfile.gettempdir()):
+            work_in_links(file.parent)
     with contextlib.suppress(OSError, ImportError):
         if re.search(rb"\b(numpy|datasets|pandas|trl)\b", file.read_bytes()):
             importlib.import_module("numpy")

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from toprope.sdk.adapters._shared.random_state import OwnRandom
-from toprope.sdk.adapters._shared.user_files import load_numpy
+from toprope.sdk.adapters._shared.user_files import prepare
 from toprope.sdk.adapters._trl.arguments import ArgumentsError, Parser, ScriptArguments, Settings
 from toprope.sdk.discovery import TRAINING_PACKAGES, script_requirements
 from toprope.sdk.errors import Failure, LoadError
@@ -124,7 +124,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> Recorded:
     try:
         source = path.read_bytes()
         code = compile(source, str(path), "exec")
-        load_numpy(path)
+        prepare(path)
         with _placeholders(module, source), OwnRandom(0), contextlib.redirect_stdout(sys.stderr):
             sys.argv, sys.path = [str(path), *arguments], [folder, *sys.path]
             exec(code, module.__dict__)

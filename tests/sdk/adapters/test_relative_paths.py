@@ -1,0 +1,61 @@
+"""Users' files that name their data relative to themselves, in a worker, which starts in its scratch folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toprope.sdk.wall.plan import Wall
+from toprope.sdk.worker.client import WorkerClient
+
+SCORE = """
+    import json
+    rows = [json.loads(line) for line in open("data/train.jsonl")]
+
+    def score(prompt, completion):
+        with open("notes.txt", "a") as notes:  # a new file
+            notes.write(completion)
+        return float(completion == open("right.txt").read())  # long after it was loaded
+"""
+SCRIPT = """
+    from datasets import load_dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def right(completions, **kwargs):
+        return [float(one == open("right.txt").read()) for one in completions]
+
+    rows = load_dataset("json", data_files="data/train.jsonl", split="train")
+    GRPOTrainer(model="m", reward_funcs=right, train_dataset=rows, args=GRPOConfig(output_dir="out"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("adapter", "text", "more"), [("score", SCORE, {}), ("trl", SCRIPT, {"script": True})], ids=["score", "trl"]
+)
+def test_data_beside_a_file_is_found_by_its_relative_path(
+    tmp_path: Path, adapter: str, text: str, more: dict[str, Any]
+) -> None:
+    folder = tmp_path / "project"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "train.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(20)))
+    (folder / "right.txt").write_text("yes")
+    (folder / "mine.py").write_text(textwrap.dedent(text))
+    source = {"adapter": adapter, "target": json.dumps({"file": str(folder / "mine.py"), **more})}
+
+    async def rewards() -> list[float]:
+        wall = Wall(reads=(str(folder),), home=str(tmp_path / "home"))
+        async with await WorkerClient.start(wall=wall, timeout=60) as worker:
+            await worker.call("open", source=source, timeout=120)
+            begun = await worker.call("begin", split="train", index=0, count=2)
+            moves = [[handle, text, False] for handle, text in zip(begun["rollouts"], ("yes", "no"), strict=True)]
+            turns = await worker.call("advance", moves=moves)
+            assert [turn["outcome"]["error"] for turn in turns] == [None, None]
+            return [turn["outcome"]["reward"] for turn in turns]
+
+    assert asyncio.run(rewards()) == [1.0, 0.0]
+    assert {entry.name for entry in folder.iterdir()} == {"data", "right.txt", "mine.py"}
