@@ -127,7 +127,8 @@ async def describe_environment(
             f"{percent(tested.all_right_share)} all right ({tested.run_id})."
         )
     lines += [f"Remark: {marked(remark, 300)}" for remark in described.remarks]
-    presets, unfit, tuned = await to_thread.run_sync(_presets, workshop, entry.name, sample, tested)
+    alike = tested if tested is not None and tested.knobs == options.knobs else None
+    presets, unfit, tuned = await to_thread.run_sync(_presets, workshop, entry.name, sample, alike)
     lines.append(
         "Presets: " + "; ".join(f"{preset} ({clip(description, 120)})" for preset, description in presets.items())
     )

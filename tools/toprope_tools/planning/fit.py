@@ -83,7 +83,8 @@ def misfits_of(workshop: Workshop, config: Config, step_s: float | None = None) 
     for member in members:
         tasks = workshop.samples.get(_key(member.name, member.section.knobs))
         alone = config.model_copy(update={"environment": member.section})
-        for misfit in misfits(alone, tasks, baseline_of(member.name, workshop.home.runs), step_s, counter):
+        tested = baseline_of(member.name, workshop.home.runs, knobs=member.section.knobs, policy=config.policy.model)
+        for misfit in misfits(alone, tasks, tested, step_s, counter):
             whose = f"{named(member.label)}: " if len(members) > 1 and misfit.rule not in of_all else ""
             found.setdefault(misfit.rule, replace(misfit, what=f"{whose}{misfit.what}"))
     return list(found.values())

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from toprope.errors import Corrupt, NotFound
+from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow
+from toprope.records.run.checkpoints import split_step
 from toprope.records.run.folder import RUN_ID, RunFolder, read_json
+from toprope.settings.sections.environment import RUN
+from toprope.workbench.launch.lineage import base_of
 
 _MOST_READ = 300
 
@@ -31,6 +37,8 @@ class Baseline:
     """Share of groups whose rewards differ; None in tests of earlier versions."""
     max_new_tokens: int = 0
     """Longest answer of the test, in tokens."""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """Of the environment in the test."""
 
 
 def newest_runs(runs: Path) -> list[RunFolder]:
@@ -47,12 +55,16 @@ def newest_runs(runs: Path) -> list[RunFolder]:
     return [RunFolder(Path(entry.path)) for entry in entries[:_MOST_READ]]
 
 
-def baseline_of(environment: str, runs: Path) -> Baseline | None:
+def baseline_of(
+    environment: str, runs: Path, *, knobs: Mapping[str, Any] | None = None, policy: str | None = None
+) -> Baseline | None:
     """Return the newest ended test of a draft's own policy in an environment; None without one.
 
     Args:
         environment: Name of the environment.
         runs: The folder of runs.
+        knobs: Only a test with these knobs counts, because others make other tasks; any does if None.
+        policy: Only a test of this `policy.model` counts; any does if None.
     """
     for folder in newest_runs(runs):
         try:
@@ -61,10 +73,15 @@ def baseline_of(environment: str, runs: Path) -> Baseline | None:
             spec = read_json(folder.spec)
             if spec["kind"] != "test" or spec["environment"]["name"] != environment:
                 continue
+            if knobs is not None and spec["config"]["environment"]["knobs"] != json.loads(json.dumps(dict(knobs))):
+                continue
+            base, model = spec.get("base_run"), str(spec["config"]["policy"]["model"])
+            if policy is not None and not _is_of(policy, model, base, runs):
+                continue
             sampled = read_json(folder.evaluation("test"))["sampled"]
             return Baseline(
                 folder.run_id,
-                str(spec["config"]["policy"]["model"]),
+                policy or (f"{RUN}{base}" if base else model),
                 int(sampled["tasks"]),
                 int(sampled["group_size"]),
                 float(sampled["accuracy"]),
@@ -73,7 +90,22 @@ def baseline_of(environment: str, runs: Path) -> Baseline | None:
                 sampled.get("truncated"),
                 sampled.get("signal_share"),
                 int(spec["config"]["rollout"]["max_new_tokens"]),
+                spec["config"]["environment"]["knobs"],
             )
-        except (NotFound, Corrupt, KeyError, TypeError, ValueError, AttributeError):
+        except (NotFound, NotPossibleNow, InvalidValue, Corrupt, KeyError, TypeError, ValueError, AttributeError):
             continue
     return None
+
+
+def _is_of(policy: str, model: str, base: str | None, runs: Path) -> bool:
+    """Return True if a test of `model` is one of `policy`. A run's weights are recorded as their folder.
+
+    Args:
+        base: The run that these weights are of, if they are one's.
+    """
+    if policy == model or not policy.startswith(RUN):
+        return policy == model
+    if base != split_step(policy.removeprefix(RUN))[0]:
+        return False
+    begins = base_of(policy, runs)
+    return begins is not None and begins[1] == model
