@@ -14,7 +14,7 @@ from tests.support import records
 from toprope.analysis.plots.run_plots import _draw_heldout
 from toprope.analysis.plots.style import REWARD, SUCCESS, colour_of, smoothed
 from toprope.analysis.reports.charts import Line, lines
-from toprope.analysis.reports.results import Evaluation, Results
+from toprope.analysis.reports.results import Accuracy, Evaluation, Results
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status
@@ -58,9 +58,11 @@ def test_plot_names_the_tasks_that_an_accuracy_is_of(split, title):
     titles = []
     axes = MagicMock()
     axes.set_title = titles.append
-    found = Results.model_construct(evaluations={"before": Evaluation(split=split), "after": Evaluation(split=split)})
-    _draw_heldout(axes, found)
+    measured = Accuracy(accuracy=0.5, low=0.4, high=0.6, tasks=90)
+    evaluations = {label: Evaluation(split=split, sampled=measured) for label in ("before", "after")}
+    _draw_heldout(axes, Results.model_construct(evaluations=evaluations))
     assert titles == [f"{title} accuracy, 95 % intervals"]
+    axes.set_xlabel.assert_called_once_with("90 tasks that training never saw" if title == "Held-out" else "90 tasks")
 
 
 def test_run_without_measurements_still_gets_a_plot(folder):

@@ -8,8 +8,8 @@ import pytest
 
 from tests.analysis.conftest import evaluation, rows, sampled
 from tests.support.run_harness import RunHarness
-from toprope.analysis.reports.narrative import RunRecords, compose_run_report
-from toprope.analysis.reports.page import Table
+from toprope.analysis.reports.narrative import RunRecords, _bar, compose_run_report
+from toprope.analysis.reports.page import Paragraph, Table
 from toprope.analysis.reports.report import build, gather
 from toprope.analysis.reports.results import Results
 from toprope.atomic import write_json
@@ -156,3 +156,15 @@ def test_page_with_many_evaluations_shows_the_last(specification, status):
     shown = [row[0] for row in table.rows]
     assert shown[0] == "before, sampled" and shown[-1] == "after, greedy" and len(shown) == 28
     assert "step-1, sampled" in shown and "step-399, greedy" in shown
+
+
+@pytest.mark.parametrize(("split", "subject", "unseen"), [("train", "Training", False), ("heldout", "Held-out", True)])
+def test_only_heldout_tasks_are_called_unseen(specification, status, split, subject, unseen):
+    """An environment with too few tasks is evaluated on those that it trained on."""
+    content = {label: evaluation(label, wins) for label, wins in (("before", 6), ("after", 170))}
+    for measured in content.values():
+        measured["sampled"]["split"] = split
+    run = RunRecords(specification, status, build(specification, status, content, []), [], [])
+    texts = " ".join(block.text for block in compose_run_report(run) if isinstance(block, Paragraph))
+    assert f"{subject} accuracy (sampled) went from 3.0%" in texts
+    assert ("training never saw" in texts) is unseen and (_bar(run) is not None) is unseen

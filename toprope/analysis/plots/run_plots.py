@@ -215,7 +215,7 @@ def _draw_heldout(axes: Any, results: Results) -> None:
             )
             tasks = max(tasks, share.n)
     if tasks:
-        axes.set_xlabel(f"{tasks} tasks that training never saw")
+        axes.set_xlabel(f"{tasks} {'tasks that training never saw' if split == HELDOUT else 'tasks'}")
         axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
     else:
         draw_words(axes, "not measured")

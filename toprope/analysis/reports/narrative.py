@@ -12,7 +12,7 @@ from typing import Any
 
 from toprope.analysis.plots.style import GREY, SUCCESS
 from toprope.analysis.reports.charts import Bar, Line, bars, lines
-from toprope.analysis.reports.headline import headline
+from toprope.analysis.reports.headline import HELDOUT, accuracy_on, headline
 from toprope.analysis.reports.page import Block, Figure, Heading, Listed, Paragraph, Table
 from toprope.analysis.reports.report import labels_to_tell
 from toprope.analysis.reports.results import Results
@@ -159,9 +159,11 @@ def _verdict(run: RunRecords) -> list[Block]:
     before, after = (results.evaluations.get(label) for label in ("before", "after"))
     blocks: list[Block] = []
     if before and after and before.sampled and after.sampled:
+        subject = accuracy_on(after.split or HELDOUT)
+        unseen = " that training never saw" if (after.split or HELDOUT) == HELDOUT else ""
         sentence = (
-            f"Held-out accuracy (sampled) went from {accuracy(before.sampled)} to {accuracy(after.sampled)} on "
-            f"{after.sampled.tasks} tasks that training never saw."
+            f"{subject[:1].upper()}{subject[1:]} went from {accuracy(before.sampled)} to {accuracy(after.sampled)} on "
+            f"{after.sampled.tasks} tasks{unseen}."
         )
         change = results.change or change_by_intervals(before.sampled.proportion(), after.sampled.proportion())
         manner = {"rose": "good", "fell": "bad", "none": "note"}[change.verdict]
@@ -328,8 +330,8 @@ def _runs_table(runs: Sequence[RunRecords]) -> Table:
 
 def _bar(run: RunRecords) -> Bar | None:
     before, after = (run.results.evaluations.get(label) for label in ("before", "after"))
-    if after is None or after.sampled is None:
-        return None
+    if after is None or after.sampled is None or (after.split or HELDOUT) != HELDOUT:
+        return None  # the chart is of held-out tasks
     start = before.sampled.accuracy if before is not None and before.sampled is not None else None
     return Bar(run.status.run_id, after.sampled.accuracy, after.sampled.low, after.sampled.high, start)
 
