@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from tests.analysis.conftest import evaluation, rows, sampled
 from tests.support.run_harness import RunHarness
+from toprope.analysis.reports.model_card import _data
 from toprope.analysis.reports.narrative import RunRecords, _bar, compose_run_report
 from toprope.analysis.reports.page import Paragraph, Table
 from toprope.analysis.reports.report import build, gather
@@ -168,3 +170,16 @@ def test_only_heldout_tasks_are_called_unseen(specification, status, split, subj
     texts = " ".join(block.text for block in compose_run_report(run) if isinstance(block, Paragraph))
     assert f"{subject} accuracy (sampled) went from 3.0%" in texts
     assert ("training never saw" in texts) is unseen and (_bar(run) is not None) is unseen
+
+
+def test_card_names_files_of_knobs_without_their_folders(specification):
+    specification.config.environment.knobs = {
+        "path": "/home/alice/secret/rows.csv",
+        "more": [{"folder": "~/secret/levels"}, 3],
+        "prompt": "{question} / {hint}",
+    }
+    results = SimpleNamespace(evaluations={})
+    card = SimpleNamespace(specification=specification, manifest=None, ancestors=[], results=results)
+    told = " ".join(_data(card))
+    assert "path: rows.csv" in told and "folder: levels" in told and "{question} / {hint}" in told
+    assert "secret" not in told

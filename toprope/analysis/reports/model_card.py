@@ -219,7 +219,9 @@ def _data(exported: Exported) -> list[str]:
         digest = f", SHA-256 `{recorded.sha256}`" if recorded and recorded.sha256 else ""
         lines.append(f"- environment {_code(source.name)}{digest}")
     if specification.config.environment.knobs:
-        written = yaml.safe_dump(specification.config.environment.knobs, default_flow_style=True).strip()
+        written = yaml.safe_dump(
+            _without_folders(specification.config.environment.knobs), default_flow_style=True
+        ).strip()
         lines.append(f"- its knobs: {_code(written)}")
     if specification.dataset is not None:
         data = specification.dataset
@@ -246,6 +248,15 @@ def _data(exported: Exported) -> list[str]:
         split += f" Too few to hold any out, and in no accuracy above: the tasks of {names}."
     lines += ["", split]
     return lines
+
+
+def _without_folders(knob_value: Any) -> Any:
+    """Return a knob's value with the last part alone of each path of this machine, at any depth."""
+    if isinstance(knob_value, Mapping):
+        return {name: _without_folders(inner) for name, inner in knob_value.items()}
+    if isinstance(knob_value, list | tuple):
+        return [_without_folders(inner) for inner in knob_value]
+    return Path(knob_value).name if isinstance(knob_value, str) and knob_value.startswith(("/", "~")) else knob_value
 
 
 def _origin(exported: Exported) -> list[str]:
