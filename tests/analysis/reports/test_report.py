@@ -147,6 +147,17 @@ def test_training_time_excludes_time_between_attempts(specification, status):
     assert (found.seconds.to_first_step, found.seconds.training) == (8.0, 21.5)
 
 
+@pytest.mark.parametrize(("newest", "seconds"), [([{"step": 95, "train_seconds": 30.5}], 30.5), ([], 42.0)])
+def test_training_goes_on_after_a_pause(specification, status, newest, seconds):
+    moves = [(108.0, "starting", "training"), (112.0, "training", "paused"), (120.0, "paused", "training")]
+    moves.append((150.0, "training", "evaluating"))
+    events = [
+        Event(seq=seq, at=at, kind="state", data={"from": former, "to": to})
+        for seq, (at, former, to) in enumerate(moves, 1)
+    ]
+    assert build(specification, status, {}, newest, events).seconds.training == seconds
+
+
 def test_page_with_many_evaluations_shows_the_last(specification, status):
     labels = ["after", "before", *(f"step-{number}" for number in range(1, 400))]
     found = build(specification, status, {label: evaluation(label, 6, 7) for label in labels}, [])

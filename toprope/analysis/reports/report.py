@@ -254,12 +254,13 @@ def _accuracy(measured: Mapping[str, Any] | None) -> Accuracy | None:
 def _seconds(status: Status, events: Sequence[Event], last_metrics: Mapping[str, Any]) -> Seconds:
     end = status.ended_at or status.updated_at
     began = next((event.at for event in events if event.kind == "first_step"), status.training_at)
-    training_end = next(
-        (event.at for event in events if event.kind == "state" and event.data.get("from") == "training"), end
-    )
+    left = [event for event in events if event.kind == "state" and event.data.get("from") == "training"]
+    paused = [event for event in left if event.data.get("to") == "paused"]
+    training_end = next((event.at for event in left if event not in paused), end)
     training = None if began is None else training_end - began
-    if status.attempt > 1 and last_metrics.get("train_seconds") is not None:
-        # Time between attempts is not training, and the end of a lost attempt is unknown: use the trainer's own clock.
+    if (paused or status.attempt > 1) and last_metrics.get("train_seconds") is not None:
+        # Time between attempts is not training, and the end of a lost attempt, or of training in a pause, is unknown:
+        # use the trainer's own clock.
         training = float(last_metrics["train_seconds"])
     return Seconds(
         total=round(end - status.created_at, 3),
