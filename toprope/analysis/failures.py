@@ -105,7 +105,7 @@ _SPECIFIC: tuple[_Cause, ...] = (
     _Cause(
         "no_access",
         r"gated repo|GatedRepoError|access to model .* is restricted|awaiting a review|"
-        r"401 client error|403 client error|invalid (user )?token|invalid api key|incorrect api key|"
+        r"401 client error|403 client error|invalid (user|access|api|auth\w*) token|invalid api key|incorrect api key|"
         r"(HF_TOKEN|WANDB_API_KEY|api[_ ]key)\b.*(not set|missing|required|not configured|needed)|"
         r"no api key|api_key client option must be set",
         "The owner sets the key (HF_TOKEN, WANDB_API_KEY or the endpoint's) in the settings and accepts the model's "
@@ -116,7 +116,8 @@ _SPECIFIC: tuple[_Cause, ...] = (
         "model_not_found",
         r"RepositoryNotFoundError|RevisionNotFoundError|EntryNotFoundError|404 client error|"
         r"is not a local folder and is not a valid model identifier|could not be fetched from the hugging face hub|"
-        r"no file named .*(safetensors|config\.json)|is not a saved model|holds no weights|there is no folder|"
+        r"no file named .*(safetensors|config\.json)|is not a saved model|holds no weights|"
+        r"(?<!Error: )(?-i:There is no folder)|"
         r"unrecognized model in|model type .* does not recognize|does not appear to have a file named",
         "fork_config, then edit_config policy.model and policy.revision: a Hub id, a folder with config.json, "
         "tokenizer and safetensors, or 'embedded'; then start_training.",
@@ -125,14 +126,16 @@ _SPECIFIC: tuple[_Cause, ...] = (
         "cuda",
         r"no kernel image is available|device-side assert|illegal memory access|nccl error|ncclSystemError|"
         r"cudnn_status|cublas_status|no cuda gpus are available|found no nvidia driver|CUDA driver version is "
-        r"insufficient|torch not compiled with cuda|cuda error|unspecified launch failure|Xid|hip error",
+        r"insufficient|torch not compiled with cuda|cuda error|unspecified launch failure|"
+        r"\bXid\b.{0,3}[(\d]|\bhip error",
         "`toprope doctor` shows driver and GPU; launcher.device cpu (fork_config, then edit_config) runs without. "
         "After a driver error of the GPU itself, resume_training goes on from the last checkpoint.",
     ),
     _Cause(
         "version_conflict",
         r"but (you have|found|got) [\w.-]+[ =]+\d|is required for a normal functioning|"
-        r"requires .{1,60}(==|>=|<=|~=|<|>).{1,60}(but|which|installed)|incompatible with|VersionConflict|"
+        r"requires .{1,60}(==|>=|<=|~=|<|>).{1,60}(but|which|installed)|VersionConflict|"
+        r"\d\.\d.{0,60}incompatible with|incompatible with .{0,60}\d\.\d|"
         r"binary incompatibility|numpy\.dtype size changed|compiled using NumPy|undefined symbol|"
         r"GLIBC(XX)?_[\d.]+' not found|cannot import name '.*' from '(transformers|trl|peft|torch|accelerate)",
         "Two packages are incompatible: install the pinned versions (make setup), or the environment's own "
@@ -184,6 +187,7 @@ _ENVIRONMENT = _Cause(
     r"failed|ended)|EnvironmentMistake|LoadError|score\(\)|reset\(\)|step\(\)",
     "describe_environment shows how it loads and scores; fix its file, then start_training again.",
 )
+_NOT_OF_ENVIRONMENTS = ("model_not_found", "version_conflict")
 _ERROR = re.compile(r"^\s*([A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Failure|Mistake))\b\s*:?")
 _OOM_EXIT = 137
 _CRASHES = {
@@ -222,6 +226,8 @@ def classify(
     lines = [line for text in (*excerpt, reason) for line in str(text).splitlines() if line.strip()]
     for line in reversed(lines):
         for cause in _SPECIFIC:
+            if cause.kind in _NOT_OF_ENVIRONMENTS and _ENVIRONMENT.explains(line):
+                continue  # an environment says such things of its own files
             if cause.explains(line):
                 return Classified(cause.kind, cause.hint, line.strip()[:300], cause.confidence)
     for line in reversed(lines):

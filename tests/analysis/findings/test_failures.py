@@ -27,6 +27,11 @@ CASES = [
     ("cuda", "AssertionError: Torch not compiled with CUDA enabled"),
     ("no_access", "huggingface_hub.errors.GatedRepoError: 401 Client Error. Access to model x/y is restricted"),
     ("no_access", "wandb.errors.UsageError: No API key configured. Use `wandb login` to log in."),
+    ("no_access", "Invalid user token. The token stored is invalid."),
+    ("cuda", "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."),
+    ("cuda", "RuntimeError: HIP error: invalid device function"),
+    ("model_not_found", "toprope.errors.NotFound: There is no folder /models/qwen."),
+    ("version_conflict", "RuntimeError: torch 2.9.0 is incompatible with torchvision 0.20.1"),
     ("no_access", "openai.OpenAIError: The api_key client option must be set either by passing api_key"),
     ("model_not_found", "huggingface_hub.errors.RepositoryNotFoundError: 404 Client Error."),
     ("model_not_found", "OSError: x/y is not a local folder and is not a valid model identifier listed on the Hub"),
@@ -57,6 +62,23 @@ def test_classify_names_failure_from_log_line(kind: str, line: str) -> None:
     found = classify("trainer", 1, None, [*TRACE, line])
     assert found.kind == kind
     assert found.evidence == line and found.hint and found.confidence != "low"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "xml.etree.ElementTree.ParseError: not well-formed (invalid token): line 1, column 4",
+        "ValueError: the relationship error of a and b",
+        "KeyError: 'maxid'",
+        "KeyError: 'xid'",
+        "FileNotFoundError: there is no folder data/levels",
+        "ValueError: shape (3,) is incompatible with shape (4,)",
+    ],
+)
+def test_plain_errors_of_an_environment_stay_its_own(line: str) -> None:
+    assert classify("environment", 1, None, [*TRACE, line]).kind == "environment_error"
+    failed = f"The environment failed 32 groups one after the other; the last: {line}"
+    assert classify("trainer", 1, None, [failed]).kind == "environment_error"
 
 
 def test_advice_on_the_dtype_is_for_lora_only() -> None:
