@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from toprope.analysis.budget import Account, Demand, freeze_limits
+from toprope.analysis.budget import Account, Demand, demand_of, freeze_limits
 from toprope.errors import InvalidValue
+from toprope.records.run.kinds import KINDS
 from toprope.records.run.usage import Usage
 from toprope.settings.limits import FrozenLimits, Limits
+from toprope.settings.schema import Config
 
 DEMAND = Demand(steps=1000, processors=4, train_s=3600.0, beside_s=1200.0)
 
@@ -46,6 +49,29 @@ def test_live_reservations_and_usage_today_count_together(tmp_path):
     assert isinstance(freeze_limits(owner, fits, [live, ended]), FrozenLimits)
     tighter = Demand(steps=1000, processors=4, train_s=2401.0, beside_s=1200.0)
     assert isinstance(freeze_limits(owner, tighter, [live, ended]), list)
+
+
+def test_seconds_that_fit_leave_money_for_calls(tmp_path):
+    owner = limits(tmp_path, "per_day: {cost_usd: 5}\nprices: {cpu_hour_usd: 0.1}")
+    run = Demand(steps=1000, processors=4, train_s=90_000.0, beside_s=1200.0, tokens_usd=3.0)
+    [refusal] = freeze_limits(owner, run, [])
+    assert refusal.fits == "budget.max_train_seconds of at most 16800 fits."
+    assert isinstance(freeze_limits(owner, replace(run, train_s=16_800.0), []), FrozenLimits)
+    [refusal] = freeze_limits(owner, replace(run, tokens_usd=10.0), [])
+    assert "may cost 10 USD a run: a smaller budget.steps" in refusal.fits
+    [refusal] = freeze_limits(owner, replace(run, tokens_usd=10.0, steps=None), [])
+    assert "a smaller sft.tasks or sft.epochs" in refusal.fits
+
+
+def test_less_time_fits_for_fine_tuning_too(tmp_path):
+    owner, config = limits(tmp_path, "per_day: {cpu_hours: 10}"), Config()
+    config.budget.max_train_seconds = 36_000.0
+    tuned = demand_of(config, KINDS["sft"], processors=4, gpu=None)
+    [refusal] = freeze_limits(owner, tuned, [])
+    assert "budget.max_train_seconds of at most" in refusal.fits
+    test = replace(demand_of(config, KINDS["test"], processors=4, gpu=None), train_s=36_000.0)
+    [refusal] = freeze_limits(owner, test, [])
+    assert "Too little is left today" in refusal.fits
 
 
 def test_limits_count_every_run_of_a_group(tmp_path):

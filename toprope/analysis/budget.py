@@ -64,6 +64,7 @@ class Demand:
         tokens_usd: The most that its calls to priced models cost; None if it is unknown.
         unpriced: Names of models that it calls and that have no price.
         gpus: Number of its GPUs, if it uses any.
+        trains: budget.max_train_seconds limits it.
     """
 
     steps: int | None
@@ -74,6 +75,7 @@ class Demand:
     tokens_usd: float | None = 0.0
     unpriced: Sequence[str] = ()
     gpus: int = 1
+    trains: bool = True
 
     @property
     def own_s(self) -> float | None:
@@ -102,7 +104,8 @@ def demand_of(config: Config, kind: RunKind, *, processors: int, gpu: str | None
     train_s = config.budget.max_train_seconds if kind.trains else None
     beside_s = config.launcher.start_timeout_s + _EVALUATIONS_S
     busy = min(processors, (config.launcher.num_processes + 1) * config.launcher.threads + _BESIDE_TORCH)
-    return Demand(config.budget.steps if kind.samples else None, busy, gpu, train_s, beside_s)
+    steps = config.budget.steps if kind.samples else None
+    return Demand(steps, busy, gpu, train_s, beside_s, trains=kind.trains)
 
 
 def spent(usage: Usage) -> dict[str, float]:
@@ -309,8 +312,13 @@ def _too_much(
     if remaining <= 0 or bound <= 0:
         return Refusal(limit.name, text, "Nothing fits today; what live runs leave unused is free when they end.")
     rate = _an_hour(limits, demand, quantity)
-    train_s = int(remaining / count / rate * HOUR - demand.beside_s) if rate else 0
-    if demand.steps is None or train_s < 1:
+    calls = (demand.tokens_usd or 0.0) if quantity == "cost_usd" else 0.0  # whatever the time
+    train_s = int((remaining / count - calls) / rate * HOUR - demand.beside_s) if rate else 0
+    if demand.trains and train_s < 1 and calls:
+        fewer = "budget.steps" if demand.steps is not None else "sft.tasks or sft.epochs"
+        fits = f"Calls to priced models alone may cost {calls:.3g} USD a run: a smaller {fewer} lowers that."
+        return Refusal(limit.name, text, fits, by_budget=True)
+    if not demand.trains or train_s < 1:
         return Refusal(limit.name, text, "Too little is left today; the count begins again at 0:00 UTC.")
     return Refusal(limit.name, text, f"budget.max_train_seconds of at most {train_s} fits.", by_budget=True)
 

@@ -97,7 +97,7 @@ def reserve_calls(endpoints: Mapping[str, Endpoint], limits: Limits, runs: Path,
     kept = {limit.name: limit for limit in limits if limit.name.endswith(".cost_usd")}
     costs = Limits(kept, limits.prices, source=limits.source)
     missing = unpriced(endpoints)
-    demand = Demand(None, 0, tokens_usd=None, unpriced=missing)
+    demand = Demand(None, 0, tokens_usd=None, unpriced=missing, trains=False)
     frozen = freeze_limits(costs, demand, _accounts(spender, runs))
     if isinstance(frozen, list):
         raise _refusal(frozen)
