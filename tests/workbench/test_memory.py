@@ -238,6 +238,25 @@ def test_gpus_apart_take_the_settings_for_a_shared_one_along():
     assert mends == [{"inference.sleep": False, "launcher.inference_gpus": 1}] and config.inference.sleep
 
 
+def test_no_change_needs_more_gpus_than_are_lent(monkeypatch):
+    shape, config = ModelShape.of(QWEN), config_of(policy__max_context=1024, policy__lora=True)
+    needed = fit(config, shape, None, gpus=1).total
+
+    def advised(lent):
+        return {words for words, _, _ in fit(config, shape, 0.95 * needed, gpus=1, lent=lent).mends}
+
+    apart = "a GPU for the sampler"
+    assert apart in advised(None) and apart in advised(2)
+    assert advised(1) and not any("GPU" in words for words in advised(1))
+    monkeypatch.setattr("toprope.workbench.memory.shutil.which", lambda name: name)
+    monkeypatch.setattr("toprope.workbench.memory._memory_here", lambda gpus: (0.95 * needed, needed))
+    monkeypatch.setattr("toprope.workbench.memory.shape_of", lambda *arguments: shape)
+    assert not any("GPU" in line for line in fit_here(config, allowed=["0"]).mended)
+    assert any(
+        line.startswith("With a GPU for the sampler it takes ") for line in fit_here(config, allowed=["0", "1"]).mended
+    )
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     with HubStandIn() as hub:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from toprope.analysis.findings.rules import said
+from toprope.machine import gpu_names
 from toprope.settings.endpoints import BASE
 from toprope.settings.schema import Config
 from toprope.settings.sections.environment import RUN
@@ -95,10 +96,7 @@ class Fit:
     @property
     def mended(self) -> list[str]:
         """The changes as sentences."""
-        return [
-            f"{words[:1].upper()}{words[1:]} take it to {in_gb(total)}: {said(changes)}."
-            for words, changes, total in self.mends
-        ]
+        return [f"With {words} it takes {in_gb(total)}: {said(changes)}." for words, changes, total in self.mends]
 
 
 def in_gb(size: float) -> str:
@@ -125,11 +123,12 @@ def fit_here(
     shape = shape_of(config.policy, variables)
     if isinstance(shape, str):
         return shape
+    lent = None
     if gpus is None:
-        lent = config.launcher.device != "cpu" and (allowed is None or len(allowed) > 0)
-        gpus = 1 if lent and shutil.which("nvidia-smi") else 0
+        lent = len(allowed) if allowed is not None else len(gpu_names()) or None
+        gpus = 1 if config.launcher.device != "cpu" and lent != 0 and shutil.which("nvidia-smi") else 0
     free, installed = _memory_here(gpus)
-    return replace(fit(config, shape, free, prompt=prompt, gpus=gpus), installed=installed)
+    return replace(fit(config, shape, free, prompt=prompt, gpus=gpus, lent=lent), installed=installed)
 
 
 def _memory_here(gpus: int) -> tuple[float | None, float | None]:
@@ -300,7 +299,15 @@ def _bytes(config: Config, gpu: bool, *, trained_in_full: bool) -> float:
     return 2.0 if gpu or config.policy.dtype != "auto" else 4.0
 
 
-def fit(config: Config, shape: ModelShape, available: float | None, *, prompt: int | None = None, gpus: int = 0) -> Fit:
+def fit(
+    config: Config,
+    shape: ModelShape,
+    available: float | None,
+    *,
+    prompt: int | None = None,
+    gpus: int = 0,
+    lent: int | None = None,
+) -> Fit:
     """Estimate a configuration, and name the changes that make it fit.
 
     Args:
@@ -308,6 +315,7 @@ def fit(config: Config, shape: ModelShape, available: float | None, *, prompt: i
         prompt: Tokens of a prompt; the most that the context allows if None.
         gpus: 0: on the CPU; 1: as the configuration says; more: one for the sampler and the others for the trainer,
             unless the configuration says otherwise.
+        lent: GPUs that runs may use; no change needs more. None if unknown.
     """
     if gpus > 1 and config.launcher.num_processes == 1 and not config.launcher.inference_gpus:
         config = _with(config, _APART | {"launcher.num_processes": gpus - 1, "launcher.inference_gpus": 1})
@@ -329,7 +337,7 @@ def fit(config: Config, shape: ModelShape, available: float | None, *, prompt: i
     )
     total = _total(config, trainer, sampler, gpus > 0)
     result = Fit(trainer, sampler, total, available, gpus, sure, shape.measured, weights=max(held))
-    return replace(result, mends=_mends(config, shape, result, prompt, gpus)) if result.fits is False else result
+    return replace(result, mends=_mends(config, shape, result, prompt, gpus, lent)) if result.fits is False else result
 
 
 def _total(config: Config, trainer: Memory, sampler: Memory, gpu: bool) -> float:
@@ -352,7 +360,7 @@ def _with(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _mends(
-    config: Config, shape: ModelShape, now: Fit, prompt: int | None, gpus: int
+    config: Config, shape: ModelShape, now: Fit, prompt: int | None, gpus: int, lent: int | None
 ) -> tuple[tuple[str, Mapping[str, Any], float], ...]:
     rows = _batch(config)
     micro = config.optimizer.micro_batch_size or rows
@@ -377,6 +385,9 @@ def _mends(
     better = []
     for words, changes in tried:
         changed = _with(config, changes)
+        wanted = changed.launcher.num_processes + changed.launcher.inference_gpus
+        if gpus and lent is not None and wanted > max(gpus, lent):
+            continue
         peaks = estimate(changed, shape, prompt=prompt, gpu=gpus > 0, available=now.available)
         total = _total(changed, *peaks, gpus > 0)
         if total < now.total and set(changed.conflicts()) <= set(config.conflicts()):
