@@ -38,7 +38,7 @@ def test_drafts_revisions_runs_and_presets_are_compared(house):
     shop, launcher = house
     draft = do(select_environment, shop, name="sort_letters").data.draft_id
     do(edit_config, shop, draft_id=draft, changes={"optimizer.learning_rate": 1e-4, "environment.knobs.longest": 7})
-    run = do(start_training, shop, draft_id=draft).data.run_id
+    run = do(start_training, shop, draft_id=draft, name="preset-trial").data.run_id  # its id names no preset
     do(edit_config, shop, draft_id=draft, changes={"budget.steps": 5})
     changed = {"optimizer.learning_rate": (1e-4, 1e-3), "environment.knobs.longest": (7, 5)}
     assert fields(do(diff_config, shop, a=run)) == changed

@@ -290,7 +290,7 @@ def _side(workshop: Workshop, name: str, environment: str, defaults: Mapping[str
         draft = workshop.drafts.get(match[1])
         config = draft.config if match[2] is None else workshop.drafts.at(draft.id, int(match[2]))
         return Side(name, draft.environment.name, draft.preset, config)
-    if name.startswith("preset"):
+    if re.match("preset[ :=]", name):
         preset_name = name.removeprefix("preset").lstrip(" :=")
         preset = load_preset(preset_name, workshop.home.preset_folders)
         config = config_of_preset(preset, environment)
