@@ -223,6 +223,7 @@ def rollouts(
     task: Annotated[str | None, typer.Option(help="Only tasks whose id contains this.")] = None,
     part: Annotated[str | None, typer.Option(help="Order by this part of the reward.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only groups with an answer that failed.")] = False,
+    group: Annotated[int | None, typer.Option(help="All answers of the group of this number, whole.")] = None,
     cursor: Annotated[str | None, typer.Option(help="The next page, as the last one named it.")] = None,
 ) -> None:
     """Show rollouts of a run: prompts, answers and rewards. Held-out tasks are sealed."""
@@ -241,6 +242,7 @@ def rollouts(
                 task=task,
                 part=part,
                 failed=failed,
+                group=group,
                 cursor=cursor,
             ),
         )

@@ -61,7 +61,7 @@ COMMANDS = {
     "browse_rollouts": Command(
         "rollouts",
         ("run_id",),
-        {"order": "--order", "task": "--task", "part": "--part", "failed": "--failed", "cursor": "--cursor"},
+        {name: f"--{name}" for name in ("order", "task", "part", "failed", "group", "cursor")},
     ),
     "build_dataset": Command("data build", ("name",)),
     "check_environment": Command("env check", ("name",), {"full": "--full", "knobs": "-k"}),

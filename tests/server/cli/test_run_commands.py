@@ -149,6 +149,7 @@ def test_results_and_rollouts_are_shown_in_the_words_of_commands(ended):
     assert rollouts.exit_code == 0
     for shown in (results.stdout, rollouts.stdout):
         assert "get_results" not in shown and "resume_training" not in shown
+    assert "no readable group 1" in toprope("rollouts", ended.run_id, "--group", "1").stderr
     assert toprope("rollouts", ended.run_id, "--order", "odd").exit_code == 2
 
 

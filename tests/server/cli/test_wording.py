@@ -19,7 +19,7 @@ ARGUMENTS = {
     "run_id": "sort-1", "run_ids": ["sort-1", "sort-2"], "component": "trainer", "lines": 20, "steps": 40,
     "seconds": 60, "order": "best", "task": "a b", "part": "exact", "failed": True, "name": "sort_letters",
     "knobs": {"level": 3}, "full": True, "form": "gguf", "hub": "me/model", "detail": "detailed", "cursor": "best:1/2",
-    "what": "textarena", "sources": ["sort-1"], "tasks": "inspect_evals/gsm8k", "limit": 7,
+    "what": "textarena", "group": 9, "sources": ["sort-1"], "tasks": "inspect_evals/gsm8k", "limit": 7,
 }  # fmt: skip
 CLI = typer.main.get_command(build())
 
