@@ -210,7 +210,7 @@ def _literal(argument: Any) -> str:
         return "[" + ", ".join(_literal(element) for element in argument) + "]"
     if isinstance(argument, dict):
         return json.dumps(argument, ensure_ascii=False, default=str)
-    return f'"{argument}"' if isinstance(argument, str) else value(argument)
+    return json.dumps(argument, ensure_ascii=False) if isinstance(argument, str) else value(argument)
 
 
 def random_id(length: int) -> str:

@@ -88,6 +88,13 @@ def test_split_keeps_every_character_and_reads_arguments():
     assert dict(steps[0].arguments) == {"run_id": "a)", "lines": 5, "x": None}
 
 
+def test_texts_with_quotes_and_backslashes_come_back_from_a_proposed_call():
+    given = {"run_id": "sort-1", "task": 'say "a\\b")\nä', "failed": True}
+    message = f"More: {call('browse_rollouts', **given)}"
+    [_, step] = split(message, ["browse_rollouts"])
+    assert isinstance(step, Step) and dict(step.arguments) == given
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
