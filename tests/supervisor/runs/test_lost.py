@@ -23,7 +23,7 @@ from toprope.records.run.status import TRANSITIONS, EventLog, Status, read_event
 from toprope.supervisor.heartbeat import SILENT_AFTER_S
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume, is_due
-from toprope.supervisor.runs.cleanup import prepare_attempt, settle_run
+from toprope.supervisor.runs.cleanup import prepare_attempt, settle_run, stop_members
 from toprope.supervisor.runs.manager import RunManager
 from toprope.supervisor.runs.orphan_reaper import reap_marked
 
@@ -65,6 +65,16 @@ def left(harness, specification=None, state="training", **fields) -> RunFolder:
     EventLog(folder).append("state", **{"from": "queued", "to": state, "reason": ""})
     folder.lock.touch()
     return folder
+
+
+def test_lost_member_of_a_sweep_that_ends_does_not_resume(harness):
+    sweep, plain = RunFolder(harness.path / "runs" / "sweep-1"), harness.specification()
+    members = [plain.model_copy(update={"run_id": f"{sweep.run_id}-m0{number}"}) for number in (1, 2)]
+    damaged, folder = (left(harness, member, "lost", ended_at=1.0, resume_at=1e12) for member in members)
+    damaged.status.write_text("damaged")
+    stop_members(sweep)
+    status = Status.read(folder)
+    assert (status.state, status.resume_at) == ("stopped", None) and not is_held(folder.lock)
 
 
 def test_scratch_folders_of_killed_workers_go_with_their_run(harness, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from toprope.records.sweep_journal import members_in
 from toprope.settings.schema import Config
 from toprope.settings.sections.environment import RUN, members_of
 from toprope.supervisor.environment_variables import hub_variables
-from toprope.supervisor.runs.orders import stop_members
+from toprope.supervisor.runs.cleanup import stop_members
 from toprope.text_format import call, duration, environments, plural, value
 from toprope.untrusted import named
 from toprope.workbench.drafts import Draft

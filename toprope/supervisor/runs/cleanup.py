@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toprope.analysis.failures import named
+from toprope.errors import TopropeError
 from toprope.records.run.checkpoints import Damage, newest_sound, no_sound_checkpoint, set_aside
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import ENDED, LIVE, EventLog, Failure, Status, close_counts, read_events
+from toprope.records.sweep_journal import members_in
 from toprope.sdk.wall.scratch import sweep_scratch
 from toprope.supervisor.capacity.reservations import Reservations
 from toprope.supervisor.launchers import Launcher
+from toprope.supervisor.launchers.claims import FRONT_END, claim, is_kept
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.auto_resume_policy import (
     ResumeDecision,
@@ -31,7 +34,7 @@ from toprope.supervisor.runs.auto_resume_policy import (
     describe_keeper_loss,
     stop_requested,
 )
-from toprope.supervisor.runs.orders import END_ORDER
+from toprope.supervisor.runs.orders import END_ORDER, write_stop_order
 from toprope.supervisor.runs.orphan_reaper import reap_marked
 
 UNFINISHED = ".making-"
@@ -192,6 +195,24 @@ def cancel_auto_resume(folder: RunFolder, status: Status, why: str = "") -> Stat
     status = status.model_copy(update={"resume_at": None, "reason": reason, "updated_at": now})
     status.write(folder)
     return status
+
+
+def stop_members(sweep: RunFolder) -> None:
+    """Order the live members of a sweep to stop, and have lost ones stay as they are. Jobs that still wait for a node
+    start nothing; whoever settles them cancels them."""
+    runs = sweep.path.parent
+    for folder in (RunFolder(runs / run_id) for run_id in members_in(runs, sweep.run_id)):
+        with suppress(TopropeError):  # a damaged one does not keep the others alive
+            if is_kept(folder):
+                write_stop_order(folder, None)
+                launch = Launch.read(folder)
+                if launch is not None and not is_held(folder.lock):
+                    claim(folder, launch.attempt, by=FRONT_END)
+            elif Status.read(folder).resume_at is not None and (lock := RunLock.acquire(folder.lock)) is not None:
+                try:
+                    cancel_auto_resume(folder, Status.read(folder))
+                finally:
+                    lock.release()
 
 
 def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = False) -> Status:

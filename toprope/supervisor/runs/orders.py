@@ -16,11 +16,7 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.full_disk import NO_ROOM
-from toprope.records.run.launch import Launch
 from toprope.records.run.status import Status
-from toprope.records.sweep_journal import members_in
-from toprope.supervisor.launchers.claims import FRONT_END, claim, is_kept
-from toprope.supervisor.lock import is_held
 
 
 class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
@@ -56,18 +52,6 @@ def write_end_order(folder: RunFolder, attempt: int, reason: str) -> None:
     with suppress(OSError, Corrupt, NotFound):  # the next look repeats it
         if Status.read(folder).attempt == attempt:
             write_json(folder.orders / f"{END_ORDER}{attempt}.json", {"order": "stop", "reason": reason, "lost": True})
-
-
-def stop_members(sweep: RunFolder) -> list[str]:
-    """Order the live members of a sweep to stop; return their ids. Jobs that still wait for a node start nothing."""
-    runs = sweep.path.parent
-    live = [run_id for run_id in members_in(runs, sweep.run_id) if is_kept(RunFolder(runs / run_id))]
-    for folder in (RunFolder(runs / run_id) for run_id in live):
-        write_stop_order(folder, None)
-        launch = Launch.read(folder)
-        if launch is not None and not is_held(folder.lock):
-            claim(folder, launch.attempt, by=FRONT_END)
-    return live
 
 
 @dataclass

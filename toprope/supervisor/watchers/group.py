@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from toprope.records.messages import Report
-from toprope.supervisor.runs.orders import stop_members
+from toprope.supervisor.runs.cleanup import stop_members
 from toprope.supervisor.watchers.budget import BudgetWatcher
 from toprope.supervisor.watchers.diagnosis import DiagnosisWatcher
 from toprope.supervisor.watchers.disk import DiskWatcher
