@@ -19,12 +19,13 @@ from benchmarks.cluster.matrix import FAULTS, keepers_of, launcher_for, processe
 from tests.support import supervisor_stand_ins
 from tests.support.run_harness import ended, eventually, until
 from toprope.errors import ComponentFailed, NotPossibleNow
-from toprope.records.run.folder import read_json
+from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.launch import Launch
 from toprope.records.run.status import Status
 from toprope.settings.clusters import Cluster
 from toprope.settings.owner import Home
 from toprope.supervisor.lock import ALREADY_KEPT, is_held
+from toprope.supervisor.runs.cleanup import stop_members
 from toprope.supervisor.runs.manager import RunManager
 
 LIMIT_S = 60.0
@@ -212,6 +213,16 @@ def test_job_that_starts_after_its_run_was_stopped_starts_nothing(local_house, h
     local_house.engine.start(f"{folder.run_id}.1")
     eventually(lambda: local_house.engine.steps[f"{folder.run_id}.1"].poll() is not None)
     assert Status.read(folder).state == "stopped" and not processes_of_run(folder)
+
+
+def test_waiting_jobs_of_a_stopped_sweep_are_cancelled(local_house, harness):
+    cluster = OnCluster(local_house, harness)
+    runs, local_house.engine.waits = cluster.runs(), True
+    sweep, spec = RunFolder(runs.path / "sweep-1"), cluster.specification()
+    folder = cluster.start(runs, spec.model_copy(update={"run_id": f"{sweep.run_id}-m01"}))
+    stop_members(sweep)  # as its keeper does
+    assert ended(runs, folder).state == "stopped"
+    assert local_house.engine.cancelled == {f"{folder.run_id}.1"}
 
 
 def test_inference_gets_gpus_of_its_own_among_those_of_the_job(local_house, harness):

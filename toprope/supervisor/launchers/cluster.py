@@ -138,6 +138,8 @@ class ClusterLauncher:
         mirrored = launch is not None and bool(launch.mirror)
         alive = (not locked and not mirrored and is_held(folder.lock)) or is_beating(folder)
         if launch is None or claimed_by_front_end(folder, launch.attempt):
+            if launch is not None and locked:
+                self._cancel_waiting(launch)  # the keeper of a sweep claims its members' jobs and asks no engine
             return KeeperState("alive" if alive else "gone", "It was stopped before its job began.")
         if (
             mirrored
@@ -205,6 +207,12 @@ class ClusterLauncher:
             view = self._view(self._cluster(launch))
             view.engine.cancel(launch.name)
             view.forget()
+
+    def _cancel_waiting(self, launch: Launch) -> None:
+        with suppress(Unreachable):
+            _, job = self._look(launch)
+            if job is None or job.phase == "waiting":
+                self._cancel(launch)
 
     def _look(self, launch: Launch) -> tuple[str, Job | None]:
         try:
