@@ -19,6 +19,7 @@ from toprope.atomic import write_json
 from toprope.errors import InvalidValue
 from toprope.records.messages import ENV_ATTEMPT, ENV_FOLDER
 from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.launch import Launch
 from toprope.records.run.status import TRANSITIONS, EventLog, Status, read_events
 from toprope.supervisor.heartbeat import SILENT_AFTER_S
 from toprope.supervisor.lock import RunLock, is_held
@@ -156,6 +157,11 @@ def test_decide_auto_resume_follows_policy(harness):
     assert of(folder, resumed_lost=3).resume_at == now, "it had got on"
     EventLog(folder).append("state", **{"from": "lost", "to": "queued", "reason": ""})
     assert of(folder, resumed_lost=3).resume_at is None, "that was an earlier attempt"
+    for attempt, submitted_at, count in ((1, 50.0, 2), (1, 950.0, 3), (2, 50.0, 3)):
+        job = {"name": "a.1", "submitted_at": submitted_at, "deadline": submitted_at, "attempt": attempt}
+        Launch(kind="ray", cluster="lab", **job).write(folder)
+        assert of(folder, resumed_lost=3).count == count, "a job that only waited does not count"
+        assert of(folder, resumed_lost=3, started_at=60.0).count == 3
     assert of(left(harness, harness.specification("test"))).resume_at is None
     never = harness.specification()
     never.config.launcher.resume_lost = "never"
