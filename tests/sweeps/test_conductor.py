@@ -35,6 +35,7 @@ from toprope.records.sweep_journal import (
 )
 from toprope.records.used_tasks import USED_TASKS_VERSION, used_tasks_file
 from toprope.settings.owner import Home
+from toprope.supervisor.environment_variables import component_variables
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.lock import is_held
 from toprope.sweeps import conductor
@@ -348,6 +349,18 @@ def test_sweep_whose_code_changed_fails_without_scores(tmp_path, monkeypatch):
         with pytest.raises(CodeChanged, match="changed after its start was confirmed") as refused:
             anyio.run(Conductor(member, home).run)
         assert f"toprope resume {spec.run_id}" in refused.value.hint and not lines_of(folder, "scored")
+
+
+def test_conductor_reaches_the_slurm_of_its_front_end(tmp_path, monkeypatch):
+    home = Home(tmp_path / "home", tmp_path / "config").ensure()
+    monkeypatch.setenv("SLURM_CONF", "/site/slurm.conf")
+    monkeypatch.delenv("KRB5CCNAME", raising=False)
+    spec = sweep_stand_ins.sweep_in(home)
+    variables = component_variables(
+        "conductor", folder=tmp_path, specification=spec, attempt=1, secret="s",
+        owners=open_runs.variables_of(spec, home), surroundings={},
+    )  # fmt: skip
+    assert variables["SLURM_CONF"] == "/site/slurm.conf" and "KRB5CCNAME" not in variables
 
 
 def test_strategies_are_told_how_many_answers_were_errors(tmp_path):

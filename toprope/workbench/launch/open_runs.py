@@ -30,6 +30,8 @@ from toprope.workbench.launch.hold import hold_run, require_policies
 
 CONDUCTOR = "conductor"
 """The member of a sweep that starts runs and must know where the owner's files are."""
+_OF_SLURM = ("SLURM_CONF", "KRB5CCNAME")
+"""Variables of this process by which the conductor reaches the same Slurm for the members."""
 
 
 def open_runs(home: Home, standby: Standby | None = None) -> RunManager:
@@ -78,7 +80,8 @@ def variables_of(specification: Specification, home: Home) -> dict[str, dict[str
     places = {"TOPROPE_HOME": str(home.path), "TOPROPE_CONFIG": str(home.configuration)}
     variables[KEEPER] = places
     if specification.run_kind.starts_runs:
-        variables[CONDUCTOR] = {**variables.get(CONDUCTOR, {}), **places}
+        engine = {name: os.environ[name] for name in _OF_SLURM if name in os.environ}
+        variables[CONDUCTOR] = {**engine, **variables.get(CONDUCTOR, {}), **places}
     return variables
 
 
