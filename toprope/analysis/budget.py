@@ -19,8 +19,8 @@ HOUR = 3600.0
 GB = 1e9
 _EVALUATIONS_S = 600.0
 """Seconds of wall time that a run with budget.max_train_seconds gets for evaluations and shutdown."""
-_BESIDE_TORCH = 2
-"""Processors that the crew keeps busy besides the threads of trainer and inference."""
+_BESIDE_TORCH = 1
+"""Processors that the crew keeps busy besides the threads of trainer and inference, and workers of environments."""
 _NOTHING = "Nothing starts while it is 0; the owner raises it."
 _ADDED_UP = ("cpu_hours", "gpu_hours", "cost_usd")
 
@@ -103,9 +103,10 @@ def demand_of(config: Config, kind: RunKind, *, processors: int, gpu: str | None
     """
     train_s = config.budget.max_train_seconds if kind.trains else None
     beside_s = config.launcher.start_timeout_s + _EVALUATIONS_S
-    busy = min(processors, (config.launcher.num_processes + 1) * config.launcher.threads + _BESIDE_TORCH)
+    workers = config.launcher.driver_count * (1 + len(config.environment.mixture))
+    busy = (config.launcher.num_processes + 1) * config.launcher.threads + _BESIDE_TORCH + workers
     steps = config.budget.steps if kind.samples else None
-    return Demand(steps, busy, gpu, train_s, beside_s, trains=kind.trains)
+    return Demand(steps, min(processors, busy), gpu, train_s, beside_s, trains=kind.trains)
 
 
 def spent(usage: Usage) -> dict[str, float]:

@@ -9,6 +9,7 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
+from toprope.workbench.launch.budgets import reserve_budget
 from toprope.workbench.launch.budgets.reserve_budget import demand, gpu_of
 from toprope.workbench.launch.mixture_sources import hold_locks
 
@@ -35,6 +36,20 @@ def test_gpus_of_the_cluster_are_counted(gpus: tuple[str, ...]) -> None:
     assert asked.gpus == 64 and asked.gpu == "" == gpu_of(specification(far()), here)
     local = demand(specification(far("local", 1)), here)
     assert local.gpus == 1 and (local.gpu is None) == (not gpus)
+
+
+def test_processors_are_those_of_the_job_or_of_each_process_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reserve_budget, "processor_count", lambda: 2)
+    config = far(nodes=4)
+    config.launcher.threads = 16
+    machine = Machine(threads=2)
+    assert demand(specification(config), machine).processors == 4 * (16 + 16 + 1)
+    assert demand(specification(config, "sweep"), machine).processors == 2, "its conductor runs here"
+    monkeypatch.setattr(reserve_budget, "processor_count", lambda: 64)
+    local = far("local", 1)
+    local.launcher.drivers = 3
+    local.environment.mixture = [{"name": "other"}]
+    assert demand(specification(local), machine).processors == 2 + 1 + 3 * 2
 
 
 def test_nodes_do_not_pass_the_lock_on_drivers() -> None:

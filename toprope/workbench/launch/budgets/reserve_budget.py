@@ -49,7 +49,9 @@ def demand(specification: Specification, machine: Machine) -> Demand:
     """Return the demand of a run."""
     gpu, costs = gpu_of(specification, machine), token_costs(specification)
     computed = demand_of(specification.config, specification.run_kind, processors=processor_count(), gpu=gpu)
-    gpus = _gpus(specification, machine)
+    gpus, launcher = _gpus(specification, machine), specification.config.launcher
+    if not _is_here(specification):  # the engine gives it what it asks for, however large this machine is
+        computed = dataclasses.replace(computed, processors=launcher.room().cpus * launcher.nodes)
     return dataclasses.replace(computed, tokens_usd=costs.most_usd, unpriced=costs.unpriced, gpus=max(gpus, 1))
 
 
