@@ -10,8 +10,10 @@ from toprope_tools.status.status import check_status
 
 from tests.support.tools_house import become, do, start_run, step
 from toprope.atomic import write_json
+from toprope.records.run.launch import Launch
 from toprope.records.run.specification import SweepMember, TestPlan
 from toprope.records.run.usage import Usage
+from toprope.settings.schema import Config
 
 
 def test_results_name_the_next_step_of_stopped_runs_and_good_tests(house):
@@ -55,3 +57,23 @@ def test_results_of_live_run_are_of_one_moment(house):
     )
     text = do(get_results, shop, run_id=folder.run_id).text
     assert " 40 steps. It has not ended" in text and "on 10 tasks (policy versions 42 to 51)" in text
+
+
+def test_files_of_trackers_on_a_mirrored_cluster_are_not_said_to_be_here(house):
+    shop, _ = house
+    config = Config()
+    config.logging.wandb = "offline"
+    folder = start_run(shop, config=config)
+    become(folder, "training")
+    step(folder, 10)
+    there = {"folder": "/scratch/run/wandb", "folders": ["/scratch/run/wandb"]}
+    tracked = {"wandb": there, "tensorboard": {"folder": "/scratch/run/tensorboard"}}
+    write_json(folder.path / "trackers.json", {"version": 1, "trackers": tracked})
+    job = {"kind": "slurm", "attempt": 1, "name": "a.1", "submitted_at": 0.0, "deadline": 0.0}
+    Launch(cluster="lab", mirror="127.0.0.1:1", **job).write(folder)
+    [told] = do(check_status, shop, run_ids=[folder.run_id]).data.runs
+    assert told.trackers["tensorboard"] == "/scratch/run/tensorboard (on the cluster lab)"
+    upload = "offline; this uploads it{}: wandb sync /scratch/run/wandb"
+    assert upload.format(", on the cluster lab") in do(get_results, shop, run_id=folder.run_id).text
+    folder.launch.unlink()
+    assert upload.format("") in do(get_results, shop, run_id=folder.run_id).text

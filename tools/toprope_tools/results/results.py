@@ -17,6 +17,7 @@ from toprope.analysis.reports.results import RESULTS_VERSION, Accuracy, Example,
 from toprope.errors import InvalidValue
 from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import RunFolder, find_record
+from toprope.records.run.launch import cluster_with_files
 from toprope.records.run.specification import Specification, moved_home
 from toprope.records.run.status import RESUMABLE, Status, read_events
 from toprope.records.run.tested_models import AnsweredConversation, read_measurements
@@ -333,7 +334,8 @@ def _file_lines(folder: RunFolder, report: Results) -> list[str]:
     if report.weights is not None:
         lines.append(f"Weights, for from_pretrained: {report.weights}")
     if report.wandb is not None:
-        lines.append(_wandb(report.wandb, report.trackers.get("wandb", {}).get("folders") or []))
+        folders = report.trackers.get("wandb", {}).get("folders") or []
+        lines.append(_wandb(report.wandb, folders, cluster_with_files(folder)))
     if report.plot is not None:
         lines.append(f"Plot: {report.plot}")
     if folder.metrics.exists():
@@ -341,12 +343,13 @@ def _file_lines(folder: RunFolder, report: Results) -> list[str]:
     return lines
 
 
-def _wandb(record: dict[str, str], folders: list[str]) -> str:
+def _wandb(record: dict[str, str], folders: list[str], cluster: str) -> str:
     if "url" in record:
         return f"Weights & Biases: {clip(record['url'], 300)}"
     folders = folders or [folder for folder in [record.get("folder")] if folder]
     if record["mode"] == "offline" and folders:
-        return f"Weights & Biases, offline; this uploads it: {shlex.join(['wandb', 'sync', *folders])}"
+        there = f", on the cluster {cluster}" if cluster else ""
+        return f"Weights & Biases, offline; this uploads it{there}: {shlex.join(['wandb', 'sync', *folders])}"
     return f"Weights & Biases ({record['mode']}): nothing was written."
 
 

@@ -19,6 +19,7 @@ from toprope.analysis.reports.headline import accuracy_on, headline
 from toprope.analysis.reports.report import trackers_of
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
 from toprope.records.index.stamps import Stamp, write_stamps
+from toprope.records.run.launch import cluster_with_files
 from toprope.records.run.lifecycle import checks_of, state_of
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, CrewMember, Event, Status
@@ -218,11 +219,14 @@ def _places(workshop: Workshop, look: Look) -> tuple[str, dict[str, str]]:
     """Return a run's folder of logs, and its page or folder at each tracker."""
     folder = workshop.runs.folder(look.run_id)
     try:
-        trackers = trackers_of(folder)
+        trackers, cluster = trackers_of(folder), cluster_with_files(folder)
     except Corrupt:
-        trackers = {}
-    urls = {name: str(tracker.get("url") or tracker.get("folder") or "") for name, tracker in trackers.items()}
-    return str(folder.logs), {name: clip(url, 300) for name, url in urls.items() if url}
+        trackers, cluster = {}, ""
+    there = f" (on the cluster {cluster})" if cluster else ""
+    found = {name: (tracker.get("url"), tracker.get("folder")) for name, tracker in trackers.items()}
+    return str(folder.logs), {
+        name: clip(str(url or f"{path}{there}"), 300) for name, (url, path) in found.items() if url or path
+    }
 
 
 def components(status: Status) -> dict[str, str]:

@@ -62,6 +62,16 @@ class Launch(BaseModel, frozen=True):
         write_json(folder.launch, self.model_dump(mode="json"))
 
 
+def cluster_with_files(folder: RunFolder) -> str:
+    """Name of the cluster that alone has the files of a run's trackers; empty if they are here.
+
+    Raises:
+        Corrupt: See `Launch.read`.
+    """
+    launch = Launch.read(folder)
+    return launch.cluster if launch is not None and launch.mirror else ""
+
+
 def kept_there(folder: RunFolder) -> dict[str, int]:
     """Bytes of the checkpoints that a cluster keeps, by name (step-000040); none for runs with a shared folder."""
     try:
