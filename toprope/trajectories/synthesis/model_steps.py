@@ -130,9 +130,7 @@ class EnvironmentTasks(DataSynthesiser):
                 item = await self._task(self.place)
             except _NoMore:
                 break
-            except WorkerError as error:
-                if error.kind == "invalid":  # no more tasks
-                    break
+            except WorkerError:
                 item = None
             except WorkerFailure as error:
                 raise EnvironmentFailed(f"{self._name}: {error}", hint="Fix the environment.") from None
@@ -148,7 +146,14 @@ class EnvironmentTasks(DataSynthesiser):
         return items
 
     async def _task(self, index: int) -> TrajectoryItem | None:
-        start = await self._link.begin("train", index, 1, timeout=_CALL_S)
+        try:
+            start = await self._link.begin("train", index, 1, timeout=_CALL_S)
+        except WorkerError as error:
+            if error.kind == "invalid":  # the tasks have ended, unless the author's reset() refused this one
+                page = await self._link.tasks("train", index, 1, timeout=_CALL_S)
+                if page.exhausted and not page.tasks:
+                    raise _NoMore from None
+            raise
         [handle], messages = start.rollouts, list(start.messages)
         if start.epoch:  # Training repeats the tasks after the last one.
             await self._link.discard([handle], timeout=_CALL_S)
@@ -160,10 +165,20 @@ class EnvironmentTasks(DataSynthesiser):
             "split": "train",
             "index": index,
         }
-        question_length = len(messages)
         if not self._solve:
             await self._link.discard([handle], timeout=_CALL_S)
             return TrajectoryItem(messages, "", 0.0, {**metadata, "unscored": True})
+        try:
+            return await self._answered(handle, messages, metadata)
+        except WorkerError:  # the rollout may still be open
+            await self._link.discard([handle], timeout=_CALL_S)
+            raise
+
+    async def _answered(
+        self, handle: int, messages: list[dict[str, Any]], metadata: dict[str, Any]
+    ) -> TrajectoryItem | None:
+        """The item of a rollout that the solver plays to its end; None if the solver gives no answer."""
+        question_length = len(messages)
         while True:
             answer = await self._link.solve(handle, timeout=_CALL_S)
             if answer is None:
