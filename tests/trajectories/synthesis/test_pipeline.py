@@ -384,6 +384,13 @@ def test_mutation_derives_items_from_seeds():
         ({"split": {"heldout": 0.5}}, "sealed"),
         ({"dedup_threshold": 2}, "dedup_threshold"),
         ({"steps": [{"write": "answers"}]}, "has none of the step fields"),
+        ({"steps": [{"teacher": "m", "prompt": "{examples}"}]}, "prompt belongs to a teacher with write: questions"),
+        (
+            {"steps": [{"teacher": "m", "write": "questions", "again": True}]},
+            "again belongs to a teacher with",
+        ),
+        ({"steps": [{"score": "environment", "arguments": {"a": 1}}]}, "arguments belongs to a step with the user's"),
+        ({"strategy_arguments": {"a": 1}}, "without a strategy"),
     ],
 )
 def test_invalid_recipe_is_refused(recipe, said):

@@ -151,6 +151,9 @@ def parse_recipe(data: Mapping[str, Any] | None) -> Recipe:
             raise InvalidValue(f"Step {number}: write is answers or questions, not {shown(step.write)}.")
         if step.swap_io is False:
             raise InvalidValue(f"Step {number}: swap_io is true, or is left out.")
+        _require_used(step, number)
+    if recipe.strategy_arguments and recipe.strategy is None:
+        raise InvalidValue("The recipe has strategy_arguments without a strategy.", hint="Add it, or leave them out.")
     if recipe.generates and recipe.target_size is None:
         raise InvalidValue("A recipe whose steps generate items needs a target_size.", hint=_EXAMPLE)
     for name, ratio in recipe.split.items():
@@ -176,3 +179,17 @@ def _require_one_kind(step: Mapping[str, Any], number: int) -> None:
     for name in step:
         if name in _OF and _OF[name] != kinds[0]:
             raise InvalidValue(f"Step {number}: {name} belongs to a step with {_OF[name]}.", hint="Leave it out.")
+
+
+def _require_used(step: StepPlan, number: int) -> None:
+    """Refuse fields that a step of this kind would ignore."""
+    unused = {}
+    if step.kind == "teacher" and step.write == "answers":
+        unused["prompt"] = "a teacher with write: questions"
+    elif step.kind == "teacher":
+        unused = dict.fromkeys(("system", "again"), "a teacher with write: answers")
+    if step.kind not in ("generate", "score", "filter") or step.score == "environment":
+        unused["arguments"] = "a step with the user's own code"
+    for name, owner in unused.items():
+        if getattr(step, name):
+            raise InvalidValue(f"Step {number}: {name} belongs to {owner}.", hint="Leave it out.")
