@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+from tests.trajectories.synthesis.conftest import items
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.trajectories.items import text_of
-from toprope.trajectories.synthesis.model_steps import EnvironmentTasks
+from toprope.trajectories.synthesis.model_steps import EnvironmentTasks, TeacherQuestions
 from toprope.trajectories.synthesis.pipeline import SynthesisConfig, SynthesisPipeline, SynthesisResult
 
 ODD = """
@@ -36,6 +38,25 @@ class Odd(Environment):
             with pathlib.Path(__file__).with_suffix(".txt").open("a") as file:
                 print(self.task.reference, file=file)
 """
+
+
+class Asked:
+    """Answers with the number of the request, and keeps the requests."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+
+    async def ask(self, messages: list[dict[str, Any]]) -> str:
+        self.prompts.append(messages[-1]["content"])
+        return f"question {len(self.prompts)}"
+
+
+def test_teacher_sees_each_example_once():
+    teacher = Asked()
+    pipeline = SynthesisPipeline(SynthesisConfig(target_size=30, dedup_threshold=None))
+    asyncio.run(pipeline.add_step(TeacherQuestions(teacher)).run(items(["alpha", "beta", "gamma"])))
+    assert len(teacher.prompts) == 27
+    assert all(prompt.count(word) == 1 for prompt in teacher.prompts for word in ("alpha", "beta", "gamma"))
 
 
 def test_tasks_that_fail_neither_stay_open_nor_end_the_others(tmp_path: Path):

@@ -91,7 +91,7 @@ class TeacherQuestions(DataSynthesiser):
             )
         orders = []
         for _ in range(count):
-            seeds = [at.seeds[at.random.randrange(len(at.seeds))] for _ in range(min(_EXAMPLES, len(at.seeds)))]
+            seeds = at.random.sample(at.seeds, min(_EXAMPLES, len(at.seeds)))
             examples = "\n\n".join(text_of(seed.state) for seed in seeds)
             orders.append(TrajectoryItem(self._prompt.replace("{examples}", examples), "", 0.0, {}))
 
