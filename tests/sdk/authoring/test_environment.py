@@ -400,3 +400,19 @@ def test_tool_with_the_name_of_a_method_may_be_async() -> None:
             return "closed"
 
     assert configure(Shop()).knobs is not None
+
+
+def test_long_conversation_keeps_its_answers() -> None:
+    long = [{"role": role, "content": word * 30_000} for word in "abcdefghij" for role in ("tool", "assistant")]
+    padded = [*long[:2], *[{"role": "user", "content": "x" * 150_000}] * 2, long[3]]
+
+    class Long(OwnLoop):
+        async def group(self, task: Any, sessions: Any) -> Any:
+            return [Played({"score": 1}, messages=talk) for talk in (long, padded, long * 10)]
+
+    sampled = asyncio.run(sample_group(Long(), Task("a"), [SimpleNamespace()] * 3))
+    assert sampled.messages == [long, padded, long * 10], "it is scored as a whole"
+    first, second, third = sampled.talks
+    assert first[1::2] == long[1::2] and [message["content"] for message in first[::2]] == [" [cut]"] * 10
+    assert [len(message["content"]) for message in second] == [30_000, 30_000, 110_006, 6, 30_000]
+    assert third == [], "all answers or none"

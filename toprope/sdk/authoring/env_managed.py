@@ -30,6 +30,9 @@ REWARD_ERRORS = "reward_errors"
 """Part of weight 0 that counts reward functions whose errors an ecosystem takes for reward 0."""
 _LONGEST_ERROR = 500
 _LONGEST_TALK = 200_000
+"""Characters of a conversation that a worker passes on, beyond which messages other than answers are cut."""
+_LONGEST_ANSWERS = 2_000_000
+"""Characters of the answers of a conversation, beyond which nothing of it is passed on."""
 _LONGEST_SEAT = 64
 _LONGEST_WAIT_S = 3600.0
 """Longest wait of a rollout for its turn."""
@@ -192,6 +195,11 @@ class GroupResult:
     outcomes: list[Outcome]
     messages: list[Messages]
 
+    @property
+    def talks(self) -> list[Messages]:
+        """The conversations within the limits of a worker's answer, each with all answers or empty."""
+        return [_bounded(messages) for messages in self.messages]
+
 
 async def sample_group(environment: OwnLoop, task: Task, sessions: Sequence[Session], near: str = "") -> GroupResult:
     """Have an environment sample a task and validate its results; a failed rollout is an outcome with an error.
@@ -246,9 +254,8 @@ def _outcome(environment: OwnLoop, task: Task, result: Any, near: str) -> Outcom
 
 
 def _sayable(messages: Any) -> Messages:
-    """The conversation as bounded JSON: role, text and tool calls."""
+    """The conversation as JSON: role, text and tool calls."""
     conversation: Messages = []
-    size = 0
     for message in messages if isinstance(messages, list | tuple) else ():
         if not isinstance(message, Mapping):
             continue
@@ -258,13 +265,26 @@ def _sayable(messages: Any) -> Messages:
         text = "" if content is None else str(content)
         calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
         text = "\n".join(filter(None, [text, *map(_call_text, calls)]))
-        size += len(text)
-        if size > _LONGEST_TALK:
-            break
         conversation.append({"role": str(message.get("role", "")), "content": text})
         if calls:
             conversation[-1]["tool_calls"] = [{"id": str(call.get("id", ""))} for call in calls]
     return conversation
+
+
+def _bounded(conversation: Messages) -> Messages:
+    # All answers or none: the policy is not trained on answers that are missing in a conversation.
+    answers = sum(len(message["content"]) for message in conversation if message["role"] == "assistant")
+    if answers > _LONGEST_ANSWERS:
+        return []
+    left, bounded = max(_LONGEST_TALK - answers, 0), []
+    for message in conversation:
+        if message["role"] != "assistant":
+            text = message["content"]
+            if len(text) > left:
+                message = {**message, "content": f"{text[:left]} [cut]"}
+            left = max(left - len(text), 0)
+        bounded.append(message)
+    return bounded
 
 
 def _call_text(call: Mapping[str, Any]) -> str:

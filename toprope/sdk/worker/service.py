@@ -255,7 +255,7 @@ class Service:
             "messages": task.messages,
             "epoch": epoch,
             "outcomes": await outcomes if isinstance(outcomes, Coroutine) else outcomes,
-            "talks": played.messages,
+            "talks": played.talks,
         }
 
     def _begin(
