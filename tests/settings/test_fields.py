@@ -279,3 +279,10 @@ def test_trainer_without_its_algorithm_is_refused_with_the_cure():
     config.algorithm.trainer = "mine.py:Mine"
     [told] = [one for one in config.conflicts() if "algorithm.trainer" in one]
     assert 'set it to ""' in told
+
+
+def test_kl_term_of_grpo_is_refused_with_ppo_in_favour_of_its_own():
+    config, _ = apply_changes(Config(), {"algorithm.beta": 0.1})
+    with pytest.raises(InvalidValue, match=r"algorithm.beta is 0.1, and algorithm.name ppo .* ppo.kl_coef"):
+        apply_changes(config, {"algorithm.name": "ppo"})
+    apply_changes(config, {"algorithm.name": "ppo", "ppo.kl_coef": 0.1, "algorithm.beta": 0})

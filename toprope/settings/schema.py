@@ -78,18 +78,18 @@ class AlgorithmSection(Section):
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo", "rloo"] = Field(
         "dapo", description="How token losses are formed and averaged."
     )
-    beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL term against the starting policy; 0: none.")
+    beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL term to the starting policy (ppo: kl_coef).")
     reference_8bit: bool = Field(
         False,
         description="Keep the starting policy of the KL term in 8 bits (bitsandbytes, an NVIDIA GPU). No effect with "
         "LoRA, which needs no second model, or without beta.",
     )
-    epsilon: float = Field(0.2, gt=0, lt=10, description="Lower clip range of the importance ratio.")
+    epsilon: float = Field(0.2, gt=0, lt=10, description="Lower clip range of the importance ratio (ppo: clip_range).")
     epsilon_high: float = Field(
-        0.28, gt=0, lt=100, description="Upper clip range of the importance ratio; for cispo, the ratio's cap."
+        0.28, gt=0, lt=100, description="Upper clip range of the ratio (ppo: clip_range); for cispo, the ratio's cap."
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
-        "group", description="Divide advantages by the standard deviation of the group, of the batch, or not."
+        "group", description="Divide advantages by the standard deviation of the group or batch, or not; not for ppo."
     )
     baseline: Literal["group", "leave_one_out"] = Field(
         "group", description="Baseline of an answer's reward: the mean of its group, or of the group's other answers."

@@ -193,4 +193,9 @@ def contradictions(name: str, values: Mapping[str, Any]) -> list[str]:
             f"algorithm.epsilon_high is {cap}, and algorithm.loss_type cispo caps the importance ratio itself there, "
             "which is 1 for fresh answers: set it to 5, or set another loss_type, such as dapo."
         )
+    if name == "ppo" and (beta := values["algorithm.beta"]):
+        problems.append(
+            f"algorithm.beta is {beta:g}, and {NAME} ppo has its KL penalty in ppo.kl_coef: set that, and "
+            "algorithm.beta to 0."
+        )
     return problems
