@@ -20,6 +20,7 @@ from toprope.errors import Corrupt, DiskFull
 from toprope.records.messages import Checkpointed, Finished, NoRoom, Stepped, Warned
 from toprope.records.run.checkpoints import newest_sound
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.full_disk import PatientLines
 from toprope.records.run.metrics import read_rows
 from toprope.training.api.clients import sync_client
 from toprope.training.api.clients.sync_client import SyncApiClient
@@ -174,4 +175,23 @@ def test_final_checkpoint_waits_for_disk_until_stop(
     began = time.monotonic()
     member, _ = attempt(RunFolder.create(tmp_path, "run-1"), Stopped, changes={"logging__save_steps": 100})
     assert len(member.of(NoRoom)) in (3, 4) and time.monotonic() - began < 60
-    assert "no room for a checkpoint of step 6" in member.of(Warned)[0].what and member.of(Finished)
+    told = "There was no room for a checkpoint of step 6; the one before it stands."
+    assert [one.what for one in member.of(Warned)] == [told] and member.of(Finished)
+
+
+def test_stop_names_metrics_without_room_beside_a_checkpoint(
+    attempt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(lines: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(PatientLines, "_write", write)
+
+    class Stopped(StandInMember):
+        def report(self, report: Any) -> None:
+            super().report(report)
+            if isinstance(report, Checkpointed) and report.step == 6:
+                self.ending.set()
+
+    member, _ = attempt(RunFolder.create(tmp_path, "run-1"), Stopped)
+    assert [one.what for one in member.of(Warned)] == ["There was no room for the last 6 rows of metrics.jsonl."]

@@ -315,11 +315,16 @@ class TrainingRun(ABC):
         return round(seconds, 1)
 
     def _save_final(self) -> None:
-        """Writes the last checkpoint; waits for room on a full disk unless the run is to end at once."""
+        """Writes the last checkpoint and the waiting metrics; waits for room on a full disk unless the run is to end at
+        once."""
         while not (self._save() and self._metrics.catch_up()):
             if self._member.ending.wait(SAVE_AGAIN_S):
-                text = f"There was no room for a checkpoint of step {self._step}; the one before it stands."
-                self._member.report(Warned(text))
+                texts = []
+                if self._saved_step != self._step:
+                    texts.append(f"There was no room for a checkpoint of step {self._step}; the one before it stands.")
+                if self._metrics.behind:
+                    texts.append(f"There was no room for the last {self._metrics.behind} rows of metrics.jsonl.")
+                self._member.report(Warned(" ".join(texts)))
                 return
 
     def _save(self) -> bool:
