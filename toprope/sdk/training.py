@@ -98,8 +98,8 @@ class Sample:
     """A sampled sequence: ids of `prompt`, then ids of `completion`.
 
     `trained[t]` is False if the environment wrote completion[t]. `logprobs[t]` is the sampler's natural
-    log-probability, 0.0 if the environment wrote it. A rollout whose turns do not extend each other has several
-    sequences.
+    log-probability, 0.0 if the environment wrote it and where `has_logprobs` is False. A rollout whose turns do not
+    extend each other has several sequences.
     """
 
     prompt: list[int]
@@ -115,6 +115,10 @@ class Sample:
     truncated: bool
     version: int | None
     """Oldest policy version that sampled a token of it; None if unknown."""
+    token_advantages: list[float] | None = None
+    """Advantages per completion token if the environment gave them; they replace `advantage`."""
+    has_logprobs: bool = True
+    """False if nobody knows the sampler's log-probabilities, as of answers that were sampled outside."""
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,22 @@ def test_custom_trainer_run_has_steps_checkpoints_and_weights(attempt, tmp_path,
     assert template.endswith(load_tokenizer(tiny_policy).chat_template) and "set enable_thinking = false" in template
 
 
+def test_samples_tell_unknown_logprobs_and_advantages_of_the_environment(attempt, tmp_path, monkeypatch):
+    asked = StandInApi.next_batch
+
+    def next_batch(api: StandInApi, *given: Any) -> Any:
+        batch = asked(api, *given)
+        batch.batch[0].inference_logprobs, batch.batch[1].advantages = None, [[0.5] * 5] * 4
+        return batch
+
+    monkeypatch.setattr(StandInApi, "next_batch", next_batch)
+    look = "            seen = {(one.has_logprobs, str(one.token_advantages)) for one in batch.samples}\n"
+    call = "            loss, reward = self.step(batch.samples)\n"
+    check = "            assert seen == {(False, 'None'), (True, '[0.5, 0.5, 0.5]')}, seen\n"
+    config = custom(budget__steps=1)
+    attempt(RunFolder.create(tmp_path, "run"), config, code=example().replace(call, call + look + check))
+
+
 def test_trainer_restarted_before_its_first_checkpoint_begins_again(attempt, tmp_path, tiny_policy, monkeypatch):
     """Inference may have weights of the life that died, so the starting policy is published again."""
     folder = RunFolder.create(tmp_path, "run")

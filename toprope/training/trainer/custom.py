@@ -299,6 +299,8 @@ def _sample(row: TrainingRow) -> Sample:
         rollout=row.rollout,
         truncated=row.truncated,
         version=row.version,
+        token_advantages=row.token_advantages,
+        has_logprobs=row.has_logprobs,
     )
 
 
