@@ -19,6 +19,9 @@ from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model
 from toprope.training.policy.publishing import newest_published
 from toprope.training.policy.weight_sync import WeightReader, check_weights
+from toprope.training.trainer import local
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
+from toprope.training.trainer.grpo import GrpoRun
 from toprope.training.trainer.ranks import Ranks
 
 
@@ -114,6 +117,24 @@ def test_two_ranks_publish_all_weights_for_vllm(attempt: Any, tiny_policy: Path,
     again = check_weights(load_model(published.folder, config))
     assert published.check.largest_error(again.logprobs) < 1e-4
     assert check_weights(load_model(tiny_policy, config)).largest_error(again.logprobs) > 1e-3
+
+
+def test_ranks_draw_dropout_of_their_own_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*given: Any, **options: Any) -> CheckpointState:
+        torch.manual_seed(7)
+        return CheckpointState(step=3, cursor=0, policy_version=3, train_seconds=0.0)
+
+    monkeypatch.setattr(local, "load_weights", lambda *given: None)
+    monkeypatch.setattr(local, "load_checkpoint", load)
+    drawn = []
+    for number in (0, 1, 2):
+        run: Any = GrpoRun.__new__(GrpoRun)
+        run._config, run._ranks = small_run_config(), Ranks(number, 3)
+        run._model = run._optimizer = run._scheduler = None
+        run._load_checkpoint(Path())
+        drawn.append(float(torch.rand(1)))
+    torch.manual_seed(7)
+    assert drawn[0] == float(torch.rand(1)) and len(set(drawn)) == 3
 
 
 def test_rank_that_dies_ends_the_trainer_and_leaves_no_process(attempt: Any, tmp_path: Path) -> None:

@@ -112,13 +112,16 @@ class LocalRun(TrainingRun):
 
     def _load_checkpoint(self, checkpoint: Path) -> CheckpointState:
         load_weights(checkpoint, self._model)
-        return load_checkpoint(
+        state = load_checkpoint(
             checkpoint,
             model=self._model,
             optimizer=self._optimizer,
             scheduler=self._scheduler,
             extra_modules=self._extra_modules(),
         )
+        if not self._ranks.leads:  # the checkpoint has rank 0's generator; every rank draws its own dropout
+            torch.manual_seed(self._config.algorithm.seed + self._ranks.number + state.step * self._ranks.count)
+        return state
 
     def _find_not_finite(self, loss: float | None) -> str | None:
         if not_finite := super()._find_not_finite(loss):
