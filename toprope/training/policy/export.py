@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toprope.errors import ComponentFailed, InvalidValue
+from toprope.training.policy.loading import ADAPTERS, base_of_adapters, load_pretrained, load_tokenizer
+from toprope.training.policy.weight_sync import check_weights
 
 Form = Literal["merged", "adapter", "gguf"]
 FORMS: tuple[Form, ...] = ("merged", "adapter", "gguf")
 DTYPES = ("as saved", "float32", "bfloat16", "float16")
 
-_ADAPTER = "adapter_config.json"
 _TEMPLATES = "additional_chat_templates"
 """Folder of a tokenizer with several chat templates, for all but the first."""
-_PROBED = 16
-"""Tokens of the verification."""
 _TOLERANCE = 2e-3
 """Largest difference of a log-probability through merging in float32."""
 _CONVERTER_S = 3600.0
@@ -54,18 +53,17 @@ def export_policy(
         InvalidValue: There are no adapters, their base is gone, or the model cannot be loaded.
         ComponentFailed: Merging changed the policy, or the converter failed.
     """
-    from toprope.training.policy.loading import load_tokenizer
     from toprope.training.policy.turn_end import declare_turn_end
 
-    adapters = (model / _ADAPTER).is_file()
+    adapters = (model / ADAPTERS).is_file()
     if form == "adapter":
         if not adapters:
             raise InvalidValue("This run trained full weights, so there are no adapters.", hint="Export form merged.")
         _copy(model, target)
         if base:
-            adapter_config = json.loads((target / _ADAPTER).read_bytes())
+            adapter_config = json.loads((target / ADAPTERS).read_bytes())
             with_base = adapter_config | {"base_model_name_or_path": base, "revision": revision}
-            (target / _ADAPTER).write_text(json.dumps(with_base, indent=2) + "\n")
+            (target / ADAPTERS).write_text(json.dumps(with_base, indent=2) + "\n")
         return
     merged = target if form == "merged" else target / ".merged"
     if adapters or dtype != DTYPES[0]:
@@ -90,17 +88,13 @@ def _copy(source: Path, target: Path) -> None:
 def _save_merged(model: Path, target: Path, dtype: str) -> None:
     import torch
 
-    from toprope.training.policy.loading import load_pretrained, load_tokenizer
-
-    revision = _base_of(model)[1] if (model / _ADAPTER).is_file() else None
+    revision = _base_of(model)[1] if (model / ADAPTERS).is_file() else None
     policy = load_pretrained(model, "cpu", dtype=torch.float32, revision=revision).eval()
-    ids = _probe(policy)
-    unmerged_logprobs = _logprobs(policy, ids)
     stored_dtype = getattr(torch, dtype) if dtype != DTYPES[0] else _stored_dtype(model)
-    if (model / _ADAPTER).is_file():
-        policy = _merge(model)
-        difference = float((_logprobs(policy, ids) - unmerged_logprobs).abs().max())
-        if not difference <= _TOLERANCE:
+    if (model / ADAPTERS).is_file():
+        unmerged, policy = check_weights(policy), _merge(model)
+        difference = unmerged.largest_error(check_weights(policy).logprobs)
+        if difference > _TOLERANCE:
             raise ComponentFailed(
                 f"Merging the adapters changed the policy: log-probabilities differ by {difference:.2g}. Nothing was "
                 "kept.",
@@ -117,9 +111,7 @@ def _merge(model: Path, revision: str | None = None) -> Any:
     import torch
     from peft import PeftModel
 
-    from toprope.training.policy.loading import load_pretrained
-
-    if not (model / _ADAPTER).is_file():
+    if not (model / ADAPTERS).is_file():
         return load_pretrained(model, "cpu", dtype=torch.float32, revision=revision)
     return PeftModel.from_pretrained(_merge(*_base_of(model)), str(model)).merge_and_unload().eval()
 
@@ -130,8 +122,6 @@ def _base_of(adapters: Path) -> tuple[Path, str | None]:
     Raises:
         InvalidValue: It was a folder, which is gone.
     """
-    from toprope.training.policy.loading import base_of_adapters
-
     base, revision = base_of_adapters(adapters)
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise InvalidValue(
@@ -147,25 +137,9 @@ def _stored_dtype(model: Path) -> Any:
     from transformers import AutoConfig
 
     revision: str | None = None
-    while (model / _ADAPTER).is_file():
+    while (model / ADAPTERS).is_file():
         model, revision = _base_of(model)
     return getattr(AutoConfig.from_pretrained(model, revision=revision), "dtype", None) or torch.float32
-
-
-def _probe(policy: Any) -> Any:
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(policy.config.get_text_config().vocab_size, (1, _PROBED), generator=generator)
-
-
-def _logprobs(policy: Any, ids: Any) -> Any:
-    """Log-probabilities of the probe's tokens, shape (tokens - 1,)."""
-    import torch
-
-    with torch.inference_mode():
-        logits = policy(input_ids=ids).logits.float()
-    return torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[0, :, 0]
 
 
 def _convert(model: Path, file: Path, converter: Sequence[str]) -> None:
