@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from toprope.training.inference.sessions import Turn, join_turns
+from toprope.training.inference.tool_calls import answer_id
 from toprope.training.rollouts.env_managed_sampler import outcome_turns
 
 
@@ -58,3 +59,24 @@ def test_abandoned_branch_with_the_same_answer_is_left_out() -> None:
 def test_turns_of_other_sub_sessions_may_be_out_of_order() -> None:
     first, second, third = talk("look", "go", "on")
     assert outcome_turns([third, first, second], said("look", "go", "on")) == [first, second, third]
+
+
+def test_an_answer_within_the_text_of_a_later_turn_is_its_own_turn() -> None:
+    for answer, later in (("4", "14"), ("Paris", "Yes, Paris is right.")):
+        chosen, other = turn("a", answer), turn("b", later)
+        assert outcome_turns([chosen, other], said(answer)) == [chosen]
+        assert outcome_turns([other, chosen], said(answer)) == [chosen]
+
+
+def test_thoughts_that_a_conversation_leaves_out_do_not_decide() -> None:
+    short, long = turn("state 0", "Go.</think>look"), turn("state 1", "Where to go now?</think>look")
+    assert outcome_turns([short, long], said("look", "look")) == [short, long]
+    whole = said("Go.</think>look", "Where to go now?</think>look")
+    assert outcome_turns([short, long], whole) == [short, long]
+
+
+def test_calls_of_tools_name_their_turn_whatever_else_it_says() -> None:
+    calling, talking = turn("a", "I look.<call>"), turn("a", "I look.")
+    call = {"id": f"{answer_id(calling.prompt_ids, calling.completion_ids)}0"}
+    conversation = [{"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+    assert outcome_turns([calling, talking], conversation) == [calling]

@@ -32,6 +32,7 @@ from toprope.training.rollouts.workers.environment_worker import EnvironmentWork
 
 _VERDICT_TOKENS = 1024
 """Longest answer of a model with a role, if the policy's are shorter."""
+_THOUGHT_END = "</think>"
 _GRACE_S = 10.0
 """Seconds beyond a rollout's own time limit after which its worker counts as hung."""
 
@@ -190,15 +191,18 @@ def outcome_turns(turns: Sequence[Turn], messages: Sequence[dict[str, Any]]) -> 
         return latest
     # From the end, because an answer may be repeated: the turn before is the one that the next turn's prompt continues,
     # or else, where the environment rewrites its prompts, the latest before it. A prompt that was asked twice may have
-    # been answered by either turn; the conversation tells which.
+    # been answered by either turn; the conversation tells which. A short answer may stand within the text of another
+    # turn (4 in 14, or a name in a critique), so the turn that says least beyond it counts.
     chain: list[int] = []
     left = list(range(len(turns)))
     for message in reversed(answers):
-        matching = [place for place in left if _matches(turns[place], message)]
-        if not matching:
+        excess = {place: more for place in left if (more := _excess(turns[place], message)) is not None}
+        if not excess:
             return latest  # an environment may reword the policy's answers; turns that cannot be matched are kept
         follower = chain[-1] if chain else len(turns)
-        found = max(matching, key=lambda place: (_continued(turns, place, follower), place < follower, place))
+        found = max(
+            excess, key=lambda place: (_continued(turns, place, follower), place < follower, -excess[place], place)
+        )
         left = [place for place in left if turns[place].prompt_ids != turns[found].prompt_ids]
         chain.append(found)
     return [turns[place] for place in reversed(chain)]
@@ -218,14 +222,20 @@ def _turns_of(name: str, recorded: Mapping[str, list[Turn]]) -> list[Turn]:
     return [turn for key, turns in recorded.items() if key == name or key.startswith(prefix) for turn in turns]
 
 
-def _matches(turn: Turn, message: dict[str, Any]) -> bool:
-    """True if an assistant message came from a turn."""
+def _excess(turn: Turn, message: dict[str, Any]) -> int | None:
+    """Characters of a turn beyond the assistant message that came from it; None if it cannot have come from it.
+
+    Thoughts are not counted where the message lacks them, as they differ between turns with the same answer.
+    """
     if calls := message.get("tool_calls"):
         prefix = answer_id(turn.prompt_ids, turn.completion_ids)
         if any(call["id"].startswith(prefix) for call in calls):
-            return True
+            return 0
     text = message["content"].strip()
-    return bool(text) and text in turn.completion_text
+    if not text or text not in turn.completion_text:
+        return None
+    answer = turn.completion_text.rpartition(_THOUGHT_END)[2]
+    return len(answer if text in answer else turn.completion_text) - len(text)
 
 
 def _last_answer(turns: list[Turn], messages: list[dict[str, Any]]) -> str:
