@@ -161,6 +161,14 @@ def test_a_verdict_that_was_cut_off_gets_more_room(server: OpenAiStandIn, tmp_pa
     assert [body["max_tokens"] for _, _, body in server.seen] == [1024, 8192]
 
 
+def test_a_score_whose_end_may_be_missing_is_asked_for_again(server: OpenAiStandIn, tmp_path: Path) -> None:
+    server.answer = lambda question: "Score: 10" if len(server.seen) > 1 else "Score: 1"
+    server.cut = lambda question: len(server.seen) == 1
+    [group] = judged(server, tmp_path, [(sampled("fine"), "train")], part())
+    assert group.outcomes[0].parts["style"] == 1.0
+    assert json.loads((tmp_path / FILE).read_text())["verdict"] == "Score: 10"
+
+
 def test_unanswered_question_is_an_error_and_a_refusing_model_ends_the_run(
     server: OpenAiStandIn, tmp_path: Path
 ) -> None:

@@ -233,6 +233,8 @@ class Judges:
             except Unanswered as error:
                 raise Unreadable(error.message) from None
             try:
+                if answer.truncated:  # "Score: 1" may be the beginning of "Score: 10"
+                    raise Unreadable("the verdict was cut off")
                 values = parse(answer.text)
             except Unreadable as error:
                 problem = Unreadable(f"{error}; it answered {answer.text[-200:]!r}" if not sealed else str(error))
