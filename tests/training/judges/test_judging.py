@@ -122,6 +122,14 @@ def test_own_parts_and_several_judges_combine_by_weight(server: OpenAiStandIn, t
     assert sum("Rank " in body["messages"][0]["content"] for _, _, body in server.seen) == 1
 
 
+def test_a_ranking_does_not_depend_on_who_answered_first(server: OpenAiStandIn, tmp_path: Path) -> None:
+    orders = (("1", "333", "22", "4444"), ("4444", "22", "333", "1"), ("22", "1", "4444", "333"))
+    groups = judged(server, tmp_path, [(sampled(*order), "train") for order in orders], part("rank", compare=True))
+    assert len(server.seen) == 1, "the same answers are one question"
+    for order, group in zip(orders, groups, strict=True):
+        assert [one.parts["rank"] for one in group.outcomes] == [(len(text) - 1) / 3 for text in order]
+
+
 def test_single_answer_has_nothing_to_be_ranked_against(server: OpenAiStandIn, tmp_path: Path) -> None:
     [group] = judged(server, tmp_path, [(sampled("1"), "validation")], part(compare=True))
     assert group.outcomes[0].parts["style"] == 0.5 and not server.seen

@@ -190,6 +190,7 @@ class Judges:
         results: dict[tuple[str, str], tuple[float, str] | Unreadable]
         if function.compare and len(distinct) > 1:
             # The order must not tell who answered first, and must be the same when the question is repeated.
+            distinct.sort()
             random.Random("\0".join(sorted(answer for _, answer in distinct))).shuffle(distinct)
             question = ranking_question(function.rubric, *_side_by_side(distinct))
             try:
