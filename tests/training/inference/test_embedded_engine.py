@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.training.inference.conftest import reference_logprobs, sample
 from toprope.training.inference import embedded_engine
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
+from toprope.training.inference.sampling import TokenSampler
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.policy.weight_sync import WeightFile, WeightReader
 
@@ -353,11 +355,21 @@ class UpdatesInFlight:
     ("in_flight", "versions"), [("keep", [(0, 6)]), ("pause", [(0, 3), (1, 3)]), ("drop", [(1, 6)])]
 )
 def test_answers_in_flight_follow_the_setting(
-    tiny_policy: Path, in_flight: str, versions: list[tuple[int, int]]
+    tiny_policy: Path, monkeypatch: pytest.MonkeyPatch, in_flight: str, versions: list[tuple[int, int]]
 ) -> None:
     config = small_config()
     model, tokenizer = load_model(tiny_policy, config).eval().requires_grad_(False), load_tokenizer(tiny_policy)
     model.generation_config.eos_token_id = None
+    samplers: list[weakref.ref[TokenSampler]] = []
+    held: list[bool] = []
+
+    def watched(*arguments: Any) -> TokenSampler:
+        held.append(any(former() is not None for former in samplers))
+        sampler = TokenSampler(*arguments)
+        samplers.append(weakref.ref(sampler))
+        return sampler
+
+    monkeypatch.setattr("toprope.training.inference.embedded_engine.TokenSampler", watched)
     weights: Any = UpdatesInFlight(model, 3)
     engine = EmbeddedEngine(model, tokenizer, weights=weights, max_context=64, in_flight=in_flight)
     engine.end_ids = frozenset()
@@ -368,6 +380,7 @@ def test_answers_in_flight_follow_the_setting(
     finally:
         engine.stop()
     assert [answer.versions for answer in answers] == [versions, versions]
+    assert held == [False] * (1 + (in_flight == "drop")), "what is dropped frees its memory first"
     assert all(len(answer.token_ids) == len(answer.logprobs) == 6 for answer in answers)
 
 

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,13 +136,15 @@ class EmbeddedEngine(Engine):
             batch, pending = self._gather(first)
             began = time.monotonic()
             waiting = dict(enumerate(done for _, done in batch))
-            answers: dict[int, list[Sample] | Exception]
+            answers: dict[int, list[Sample] | Exception] | None = None
             try:
                 if self._weights is not None:
                     self.version = self._weights.refresh()
-                try:
+                with suppress(_NewWeights):
                     answers = self._generate([request for request, _ in batch], waiting, self._in_flight)
-                except _NewWeights:  # only once: updates may come faster than answers
+                # Only once: updates may come faster than answers. The error is gone, whose frames held the batch's keys
+                # and values.
+                if answers is None:
                     unanswered = [batch[place][0] for place in waiting]
                     waiting = dict(enumerate(waiting.values()))
                     answers = self._generate(unanswered, waiting, "keep")
