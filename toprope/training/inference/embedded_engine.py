@@ -159,8 +159,6 @@ class EmbeddedEngine(Engine):
             for request, answer in answers.items():
                 waiting[request](answer)
             self._working = False
-        if pending is not None:
-            pending[1](RuntimeError("the engine has stopped"))
         self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
