@@ -250,16 +250,15 @@ class GroupQueue:
                 field="cursor",
             )
 
-    def rewind(self, cursor: int) -> int:
+    def rewind(self, cursor: int) -> None:
         """Move deliveries past `cursor` back to waiting, to be delivered again first and in order.
 
-        Dropped groups stay dropped. Returns how many groups moved.
+        Dropped groups stay dropped.
 
         Raises:
             Refused: See `check_cursor`.
         """
         self.check_cursor(cursor)
-        moved = 0
         while self.delivered > cursor:
             end, sequences = self._ends.pop()
             former = self._ends[-1].cursor if self._ends else self.committed
@@ -272,10 +271,8 @@ class GroupQueue:
                     self._returned.appendleft(_Returned(group, closes))
                     self._count_waiting(group)
                     closes = 0
-                    moved += 1
             if former < cursor:
                 self._ends.append(_BatchEnd(cursor, sequences))  # the part of a batch before the cursor stays delivered
-        return moved
 
     def commit(self, cursor: int) -> int:
         """Record that deliveries up to `cursor` are in a checkpoint; returns how many groups are newly committed.
