@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 
 from tests.support.training_api_server import until
 from tests.training.inference.conftest import SECRET
+from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import MASKED
 from toprope.settings.schema import Config, RolloutSection
 from toprope.training.component.http_client import HttpAnswer, HttpConnections
@@ -247,6 +248,31 @@ def test_client_that_leaves_cancels_its_request(
     gc.collect()  # asyncio reports results that nobody took when they are collected
     assert not caplog.records
     asked[0][1](Cancelled())  # the loop has ended
+
+
+def test_an_error_of_the_engine_is_told_to_who_asked(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client_module, "_MAX_SERVER_ERRORS", 1)
+
+    class Full(EmbeddedEngine):
+        def submit(self, request: SamplingRequest, done: Any) -> None:
+            done(RuntimeError("CUDA out of memory"))
+
+    server = InferenceServer(Full(model, tokenizer), tokenizer, model_name="tiny", secret=SECRET)
+
+    async def main() -> None:
+        ending, address = asyncio.Event(), asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(serve(server.app, address.set_result, ending))
+        policy = PolicyClient(await address, SECRET)
+        with pytest.raises(ComponentFailed, match="Inference failed at .* with 500: RuntimeError: CUDA out of memory"):
+            await policy.chat([{"role": "user", "content": "a"}], Sampling(1.0, 1.0, 4))
+        await policy.close()
+        ending.set()
+        await task
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert "RuntimeError: CUDA out of memory" in capfd.readouterr().err
 
 
 def test_answer_may_take_longer_than_any_look_but_a_dead_server_is_left(

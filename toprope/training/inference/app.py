@@ -22,6 +22,7 @@ import asyncio
 import hmac
 import secrets
 import sys
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -158,6 +159,9 @@ class InferenceServer:
                 return _error(400, "invalid_request_error", f"{error}.", error.code)
             except (msgspec.DecodeError, RecursionError) as error:
                 return _error(400, "invalid_request_error", f"Not a valid body for this endpoint: {error}.")
+            except Exception as error:  # of the engine, such as a lack of GPU memory: who asked is told the reason
+                traceback.print_exception(error)
+                return _error(500, "server_error", f"{type(error).__name__}: {error}")
 
         return endpoint
 

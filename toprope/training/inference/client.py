@@ -247,7 +247,8 @@ class PolicyClient:
                 raise SessionLost(message)
             errors += 1
             if response.status < 500 or errors >= _MAX_SERVER_ERRORS:
-                raise ComponentFailed(f"Inference refused {path} with {response.status}: {message}")
+                verb = "refused" if response.status < 500 else "failed at"
+                raise ComponentFailed(f"Inference {verb} {path} with {response.status}: {message}")
             await asyncio.sleep(0.05 * 2**errors)
 
     async def _answer(
