@@ -25,6 +25,7 @@ from toprope.training.driver.producer import GroupProducer, resumed_version
 from toprope.training.driver.program import Driver
 from toprope.training.inference.client import PromptTooLong, SessionLost
 from toprope.training.inference.sessions import Turn
+from toprope.training.rollouts.endpoint_client import Unanswered
 from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.task_sampler import TaskSampler
 
@@ -288,6 +289,7 @@ def test_every_group_is_posted_or_given_up_with_reason(member: Member) -> None:
                 SessionLost("gone"),
                 PromptTooLong("long"),
                 WorkerError("raised", "ValueError", "no"),
+                Unanswered("The question was refused: HTTP 400"),
                 None,
                 None,
             ]
@@ -313,10 +315,10 @@ def test_every_group_is_posted_or_given_up_with_reason(member: Member) -> None:
     async def run() -> None:
         task = asyncio.create_task(produce(member, Api(), Mixed()))
         async with asyncio.timeout(10):
-            while len(Api.posted) < 2 or making().begun < 7:
+            while len(Api.posted) < 2 or making().begun < 8:
                 await asyncio.sleep(0.005)
         # Two more are in progress and are given up when production is cancelled.
-        assert making().posted == 2 and sum(making().given_up.values()) == 3
+        assert making().posted == 2 and sum(making().given_up.values()) == 4
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -326,13 +328,14 @@ def test_every_group_is_posted_or_given_up_with_reason(member: Member) -> None:
     member.life = 2
     asyncio.run(run())
     assert making() == Making(
-        7,
+        8,
         0,
         2,
         {
             "inference was started again": 1,
             "the prompt left no room": 1,
             "the environment failed": 1,
+            "a model did not answer": 1,
             "training had ended": 2,
         },
         rollouts=2,

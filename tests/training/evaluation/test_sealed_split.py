@@ -25,6 +25,7 @@ from toprope.training.evaluation.evaluator import Evaluator
 from toprope.training.inference.sessions import Turn
 from toprope.training.judges import judging, questions
 from toprope.training.rollouts import environment_set, sampled_group
+from toprope.training.rollouts.endpoint_client import Unanswered
 from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import GroupSampler
 from toprope.training.rollouts.sampled_group import SampledGroup
@@ -212,6 +213,24 @@ def test_errors_of_heldout_tasks_keep_their_kind_alone(tmp_path, error, told):
     play(tmp_path, "1", work)
     measured = read_json(tmp_path / "run" / "evaluations" / "before.json")
     assert measured["sampled"]["error_kinds"] == ({} if told is None else {told: 1})
+
+
+def test_tasks_that_an_opponent_does_not_answer_count_nowhere(tmp_path):
+    async def work(
+        evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
+    ) -> None:
+        async def sample(split: str, index: int, size: int, sampling: Any) -> SampledGroup:
+            if index == 1:
+                raise Unanswered("The question was refused: HTTP 400: canary")
+            return SampledGroup(f"t{index}", ask("x"), ["y"], [Outcome(1.0, success=True)], [[]], 0.1)
+
+        environments.sample = sample  # type: ignore[method-assign]
+        summary = await evaluator.evaluate_heldout("before", 3, 0, greedy=False)
+        assert (summary["accuracy"], summary["tasks"], summary["errors"]) == (1.0, 2, 0)
+
+    play(tmp_path, "1", work)
+    file = tmp_path / "run" / "evaluations" / "before.json"
+    assert read_json(file)["sampled"]["unjudged"] == 1 and "canary" not in file.read_text()
 
 
 def test_worker_output_is_logged_after_seal(tmp_path):

@@ -27,6 +27,7 @@ from toprope.training.evaluation.evaluator import Evaluator, newest_version, nex
 from toprope.training.inference.client import PromptTooLong, Sampling, SessionLost
 from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.difficulty import TaskSkipped
+from toprope.training.rollouts.endpoint_client import Unanswered
 from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import TaskRef
 from toprope.training.rollouts.sampled_group import SampledGroup
@@ -47,6 +48,7 @@ _OTHER = "other"
 _TOO_LONG = "the prompt left no room"
 _EMPTY = "nothing was sampled"
 _UNJUDGED = "the judge failed"
+_UNANSWERED = "a model did not answer"
 _SESSION = "inference was started again"
 _ENDED = "training had ended"
 
@@ -259,6 +261,8 @@ class GroupProducer:
             return self._count_failure(choice, failure_reason(error), error)
         except PromptTooLong as error:
             return self._count_failure(choice, _TOO_LONG, error)
+        except Unanswered as error:
+            return self._count_failure(choice, _UNANSWERED, error)
         except TaskSkipped as skipped:
             account.give_up(str(skipped))
             counts = False
@@ -342,7 +346,7 @@ class GroupProducer:
             async with limit:
                 try:
                     group = await sampler.sample(TaskRef("validation", index, variant), 1, self._sampling)
-                except (WorkerError, PromptTooLong) as error:
+                except (WorkerError, PromptTooLong, Unanswered) as error:
                     print(f"a validation task of {label} failed: {error}", file=sys.stderr, flush=True)
                     return False
             return group.outcomes[0].success

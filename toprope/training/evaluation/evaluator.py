@@ -29,6 +29,7 @@ from toprope.sdk.errors import WorkerError, WorkerFailure, first_of
 from toprope.text_format import said
 from toprope.training.inference.client import PromptTooLong, Sampling
 from toprope.training.judges.questions import NO_SCORE
+from toprope.training.rollouts.endpoint_client import Unanswered
 from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import SAMPLER_ERRORS, SEALED
 from toprope.training.rollouts.sampled_group import SampledGroup, lower_errors
@@ -78,8 +79,8 @@ class Evaluator:
     If a run has several environments, their tasks are counted together, and each environment's separately under
     `environments`. An environment with too few tasks to hold any out is counted there only, with the split `train`,
     unless all are so small. A task that cannot be sampled (its `reset` raises, its prompt is too long) counts as an
-    error. Answers whose judge failed count nowhere. Every method raises ComponentFailed if no task can be sampled, or
-    no answer judged.
+    error. Answers whose judge, opponent or model with a role failed count nowhere. Every method raises ComponentFailed
+    if no task can be sampled, or no answer judged.
 
     Args:
         environments: The environments with the policy.
@@ -197,6 +198,9 @@ class Evaluator:
                 except (WorkerError, PromptTooLong) as error:
                     group = failed_group(index, size, str(error), self._environments.environment_of(split, index))
                     may_quote = may_quote and isinstance(error, WorkerError)  # the other tells numbers only
+                except Unanswered as error:  # by an opponent or a model with a role: no fault of the policy
+                    environment = self._environments.environment_of(split, index)
+                    group = failed_group(index, size, f"{JUDGE_FAILED}: {error}", environment)
             if may_quote:
                 group = _without_error_texts(group)
             done += 1

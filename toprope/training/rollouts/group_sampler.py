@@ -116,6 +116,7 @@ class GroupSampler:
             toprope.sdk.errors.WorkerFailure: The worker ended and its restarts are used up.
             SessionLost: Inference restarted during a rollout for training.
             ComponentFailed: Inference failed.
+            Unanswered: A model at an endpoint did not answer a question of this group.
             TaskSkipped: `check_task` skips it.
             ValueError: A held-out task was requested without a seal, which is a bug of ours.
         """
