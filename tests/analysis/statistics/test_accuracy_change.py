@@ -77,6 +77,25 @@ def test_each_environment_is_paired_alone() -> None:
     assert (found["gym"].gained, found["gym/sums"].p, found["small"].p) == (8, 1.0, None)
 
 
+def test_verdicts_of_many_environments_are_corrected_for_their_number() -> None:
+    wins: dict[str, tuple[list[int], list[int]]] = {}
+    for label, counts in (("a", (10, 40, 2, 8)), ("b", (20, 14, 4, 12)), ("c", (20, 0, 0, 20))):
+        before, after = pair(*counts)
+        wins[label] = before["by_task"]["wins"], after["by_task"]["wins"]
+    tasks = [f"{label}/{number}" for label, (one, _) in wins.items() for number in range(len(one))]
+    content = [
+        measured(
+            [win for both in wins.values() for win in both[side]], tasks,
+            environments={label: without_tasks(measured(both[side])) for label, both in wins.items()},
+        )
+        for side in (0, 1)
+    ]  # fmt: skip
+    found = change_by_environment(*content)
+    assert {label: one.verdict for label, one in found.items()} == {"a": "rose", "b": "none", "c": "none"}
+    assert (found["b"].p, found["b"].corrected) == (pytest.approx(0.031, abs=1e-3), pytest.approx(0.062, abs=1e-3))
+    assert "p 0.031, 0.062 among all environments" in found["b"].why
+
+
 def test_unmeasured_accuracy_has_no_change() -> None:
     assert change_between({}, {"tasks": 10, "accuracy": 0.5}) is None
     assert change_by_environment({}, {}) == {}

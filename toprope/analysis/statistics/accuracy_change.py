@@ -26,6 +26,8 @@ class AccuracyChange(BaseModel):
     """False if different code measured before and after, as when it was edited before a resume."""
     p: float | None = None
     """p-value of the paired test; None if the intervals decided."""
+    corrected: float | None = None
+    """`p` corrected by Holm for the number of environments tested, which decides; None if no other was tested."""
     gained: int | None = None
     """Tasks solved more often after than before; None if the intervals decided."""
     lost: int | None = None
@@ -37,7 +39,8 @@ class AccuracyChange(BaseModel):
             return "different code of environment or evaluator measured before and after"
         if self.p is None:
             return "the intervals overlap" if self.verdict == "none" else "the intervals do not overlap"
-        return f"{self.gained} tasks gained, {self.lost} lost, exact paired test p {self.p:.2g}"
+        corrected = "" if self.corrected is None else f", {self.corrected:.2g} among all environments"
+        return f"{self.gained} tasks gained, {self.lost} lost, exact paired test p {self.p:.2g}{corrected}"
 
     def sentence(self) -> str:
         """Return the verdict and what decided, as a sentence."""
@@ -81,7 +84,10 @@ def change_by_training(evaluations: Mapping[str, Any]) -> tuple[AccuracyChange |
 
 
 def change_by_environment(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, AccuracyChange]:
-    """Compare each environment that both measurements have; their tasks begin with its label."""
+    """Compare each environment that both measurements have; their tasks begin with its label.
+
+    Of many environments some seem to change by chance, so that paired tests are corrected for their number.
+    """
     each_before, each_after = (measured.get("environments") or {} for measured in (before, after))
     answers_before, answers_after = (_answers_by_environment(measured) for measured in (before, after))
     changes = {
@@ -89,7 +95,7 @@ def change_by_environment(before: Mapping[str, Any], after: Mapping[str, Any]) -
         for label in each_before
         if label in each_after
     }
-    return {label: change for label, change in changes.items() if change is not None}
+    return _corrected({label: change for label, change in changes.items() if change is not None})
 
 
 def change_by_intervals(before: Proportion, after: Proportion) -> AccuracyChange:
@@ -119,6 +125,17 @@ def _change(
         gained=sum(difference > 0 for difference in differences),
         lost=sum(difference < 0 for difference in differences),
     )
+
+
+def _corrected(changes: dict[str, AccuracyChange]) -> dict[str, AccuracyChange]:
+    """Decide the paired tests by Holm's step-down correction."""
+    tested = sorted((change.p, label) for label, change in changes.items() if change.p is not None)
+    corrected = 0.0
+    for rank, (p, label) in enumerate(tested if len(tested) > 1 else []):
+        corrected = max(corrected, min(1.0, (len(tested) - rank) * p))
+        verdict = "none" if corrected > SIGNIFICANT else changes[label].verdict
+        changes[label] = changes[label].model_copy(update={"corrected": corrected, "verdict": verdict})
+    return changes
 
 
 def _answers_by_environment(measured: Mapping[str, Any]) -> dict[str, Answers]:
