@@ -111,6 +111,7 @@ def test_reference_that_is_a_fraction_of_latex_pays_its_value():
         "```Python title=one.py\n{code}```",
         "First:\n  ```\n  x\n  ```\nNow:\n```py3\n{code}\n```\nRun it:\n```sh\npython one.py\n```",
         "Fill in ```f``` so: ```py\n{code}\n```",
+        "```python\n{code}\n```\nIt prints:\n```\n3\n```",
         "<think>so</think>{code}",
     ],
 )

@@ -265,10 +265,14 @@ def mathematical(answer: str | None, reference: Any) -> Verdict:
 def unit_tests(text: str, tests: Any, seconds: float, memory_mb: int) -> Verdict:
     """The code in an answer passes the tests; see `passes_tests`.
 
-    The code is the last fenced block without a label or with one of Python, else the whole answer.
+    The code is the last fenced block of Python, else the last one without a label, else the whole answer.
     """
     # Blocks of other languages are matched too: else the end of one would open a block of prose.
-    fenced = [code for label, code in _FENCE.findall(text) if not label.strip() or _PYTHON.match(label)]
+    blocks = _FENCE.findall(text)
+    # A block without a label behind one of Python is often the output that the answer expects.
+    fenced = [code for label, code in blocks if _PYTHON.match(label)] or [
+        code for label, code in blocks if not label.strip()
+    ]
     code = (fenced[-1] if fenced else text.rpartition("</think>")[2]).strip()
     if not code:
         return False, False
