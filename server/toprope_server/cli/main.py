@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import typer
 
     from toprope_server.mcp.roles import Role
+
+_SERVING = ("serve", "dashboard")
 
 
 def main() -> None:
@@ -29,10 +34,10 @@ def main() -> None:
             from toprope_server.mcp.app import serve_stdio
 
         hide_memory()
-        serve_stdio(role)
+        with recorded(sys.argv[1:]):
+            serve_stdio(role)
         return
     from toprope_server.cli.app import build
-    from toprope_server.cli.rope import recorded
 
     app: typer.Typer = build()
     with recorded(sys.argv[1:]):
@@ -48,3 +53,45 @@ def _role(arguments: list[str]) -> Role | None:
         return role_of_arguments(arguments)
     except InvalidValue:
         return None
+
+
+@contextmanager
+def recorded(arguments: list[str]) -> Iterator[None]:
+    """Add the command to the audit trail of the owner's home, if there is one.
+
+    A command that serves may end with its process, so it has a line when it starts; another one says that it failed.
+    """
+    outcome = "failed"
+    asks = not arguments or bool({"--help", "--version"} & set(arguments))
+    if not asks and arguments[0] in _SERVING:
+        _record(arguments, "started", 0.0)
+    began = time.time()
+    try:
+        yield
+        outcome = "done"
+    except SystemExit as ended:
+        outcome = "done" if ended.code in (None, 0) else f"status {ended.code}"
+        raise
+    finally:
+        if not asks:
+            _record(arguments, outcome, time.time() - began)
+
+
+def _record(arguments: list[str], outcome: str, seconds: float) -> None:
+    from toprope.records.audit import AuditTrail, shorten
+    from toprope.settings.owner import Home
+
+    try:
+        home = Home.locate().path
+        if home.is_dir():
+            AuditTrail(home).append(
+                {
+                    "by": {"command": "toprope"},
+                    "did": f"toprope {arguments[0]}"[:80],
+                    "outcome": outcome,
+                    "arguments": shorten(arguments[1:]),
+                    "seconds": round(seconds, 1),
+                }
+            )
+    except OSError as error:
+        print(f"toprope: the audit trail could not be written: {error}", file=sys.stderr)

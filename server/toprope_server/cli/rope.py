@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -191,42 +188,6 @@ def _tokens() -> Tokens:
     from toprope_server.http.principals import Tokens
 
     return Tokens(Home.locate().configuration)
-
-
-@contextmanager
-def recorded(arguments: list[str]) -> Iterator[None]:
-    """Add the command to the audit trail of the owner's home, if there is one."""
-    outcome = "failed"
-    began = time.time()
-    try:
-        yield
-        outcome = "done"
-    except SystemExit as ended:
-        outcome = "done" if ended.code in (None, 0) else f"status {ended.code}"
-        raise
-    finally:
-        if arguments and not {"--help", "--version"} & set(arguments):
-            _record(arguments, outcome, time.time() - began)
-
-
-def _record(arguments: list[str], outcome: str, seconds: float) -> None:
-    from toprope.records.audit import AuditTrail, shorten
-    from toprope.settings.owner import Home
-
-    try:
-        home = Home.locate().path
-        if home.is_dir():
-            AuditTrail(home).append(
-                {
-                    "by": {"command": "toprope"},
-                    "did": f"toprope {arguments[0]}"[:80],
-                    "outcome": outcome,
-                    "arguments": shorten(arguments[1:]),
-                    "seconds": round(seconds, 1),
-                }
-            )
-    except OSError as error:
-        print(f"toprope: the audit trail could not be written: {error}", file=sys.stderr)
 
 
 def approve(

@@ -143,6 +143,22 @@ def test_commands_leave_a_line_each_without_secrets(tmp_path):
     assert changed.exit_code == 1 and "was changed" in changed.output
 
 
+@pytest.mark.parametrize("words", [["serve"], ["serve", "--http", "--port", "0"], ["dashboard", "--no-open"]])
+def test_commands_that_serve_leave_a_line_when_they_start(tmp_path, words):
+    (tmp_path / "home").mkdir()
+    command = [sys.executable, "-P", "-m", "toprope_server.cli", *words]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen(command, env=os.environ | variables(tmp_path), **streams)
+    try:
+        trail = audit.AuditTrail(tmp_path / "home")
+        eventually(lambda: bool(list(trail.lines())))
+    finally:
+        server.kill()
+        server.communicate()
+    [entry] = trail.lines()
+    assert (entry["did"], entry["outcome"], entry["arguments"]) == (f"toprope {words[0]}", "started", words[1:])
+
+
 def test_verification_tells_how_many_lines_are_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(audit, "MOST_BYTES", 0)
     trail = audit.AuditTrail(tmp_path / "home")
