@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import msgspec
 
 from toprope.errors import InvalidValue, NotFound
-from toprope.records.journal.groups import Group, Outcome
+from toprope.records.journal.groups import Group, Outcome, outcomes_of
 from toprope.records.journal.rollout_browser import FoundGroup, Order, Query, find_group, find_rollouts
 from toprope.records.run.specification import Specification
 from toprope.text_format import clip, said
@@ -204,7 +204,7 @@ def _picked(group: Group | None, ranks: Sequence[int], query: Query, characters:
     """The rollouts at these places in the order of worth; the middle one if none is named."""
     if group is None:
         return []
-    outcomes = _outcomes(group)
+    outcomes = outcomes_of(group.outcomes, group.scores)
 
     def worth(place: int) -> float:
         outcome = outcomes[place]
@@ -227,10 +227,6 @@ def _rollout_item(group: Group, outcomes: Sequence[Outcome], place: int, charact
         parts=_parts(outcome),
         answer=None if text is None else foreign(text, characters),
     )
-
-
-def _outcomes(group: Group) -> list[Outcome]:
-    return group.outcomes or [Outcome(score, success=score >= 1) for score in group.scores]
 
 
 def _parts(outcome: Outcome) -> list[Part]:
@@ -256,7 +252,7 @@ def whole_group(
     if group is None or words is None:
         advice = "" if complete else " Not all groups are indexed yet: ask again."
         raise NotFound(f"{run_id} has no readable group {seq}.{advice}", hint="The list of rollouts names groups.")
-    outcomes = _outcomes(group)
+    outcomes = outcomes_of(group.outcomes, group.scores)
     start = 0 if cursor is None else int(cursor) if cursor.isdecimal() and len(cursor) < 7 else -1
     if not 0 <= start < max(1, len(outcomes)):
         raise InvalidValue("That is not a cursor of this group.", hint="Omit it for the first page.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from toprope.errors import InvalidValue, NotFound
-from toprope.records.journal.groups import Outcome
+from toprope.records.journal.groups import Outcome, outcomes_of
 from toprope.records.journal.rollout_browser import find_group
 from toprope.text_format import call, clip, number, plural, said
 from toprope.trajectories.capture.run_reader import RunReader
@@ -44,7 +44,7 @@ def whole_group(folder: RunFolder, seq: int, cursor: str | None) -> Answer:
             f"{folder.run_id} has no readable group {seq}; {plural(scanned, 'group')} searched.{advice}",
             hint=f"{call('browse_rollouts', run_id=folder.run_id)} shows the numbers of groups.",
         )
-    outcomes = group.outcomes or [Outcome(score, success=score >= 1) for score in group.scores]
+    outcomes = outcomes_of(group.outcomes, group.scores)
     start = 0 if cursor is None else int(cursor) if cursor.isdecimal() and len(cursor) < 7 else -1
     if not 0 <= start < max(1, len(outcomes)):
         raise InvalidValue(f"{clip(cursor or '', 60)!r} is not a cursor of this group.", hint="Omit it.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from toprope.errors import InvalidValue
-from toprope.records.journal.groups import Group, Outcome
+from toprope.records.journal.groups import Group, Outcome, outcomes_of
 from toprope.records.journal.rollout_browser import FoundGroup, Order, Query, RolloutPage, find_rollouts
 from toprope.records.run.specification import Specification
 from toprope.text_format import call, clip, number, plural, said
@@ -175,7 +175,7 @@ def _picked(group: Group | None, criterion: str, query: Query, limit: int) -> li
     """Return the rollouts of a group that the order is about."""
     if group is None:
         return []
-    outcomes = group.outcomes or [Outcome(score, success=score >= 1) for score in group.scores]
+    outcomes = outcomes_of(group.outcomes, group.scores)
     if not outcomes:
         return []
 

@@ -43,6 +43,11 @@ class Outcome(msgspec.Struct, omit_defaults=True):
         return (self.error or "").startswith((f"{JUDGE_FAILED}:", f"{JUDGE_FAILED} ("))  # the latter: a sealed text
 
 
+def outcomes_of(outcomes: list[Outcome] | None, scores: Iterable[float]) -> list[Outcome]:
+    """Return the outcomes of a group; of one that has none, those that its scores tell: 1 and more are successes."""
+    return outcomes or [Outcome(score, success=score >= 1) for score in scores]
+
+
 def comparisons(outcomes: Sequence[Outcome]) -> list[tuple[list[int], list[int]]]:
     """Return the rollouts of a group by the rollouts that their rewards are compared with: numbers of both.
 

@@ -21,7 +21,7 @@ import msgspec
 
 from toprope.errors import InvalidValue
 from toprope.records.journal.frames import GROUP, scan
-from toprope.records.journal.groups import Group, Outcome
+from toprope.records.journal.groups import Group, Outcome, outcomes_of
 from toprope.records.journal.segments import open_segment, ordinals, sample_path, sampled_ordinals, segment_path
 from toprope.records.run.folder import RunFolder
 from toprope.records.trained_tasks import heldout_tasks
@@ -399,7 +399,7 @@ def _entry(segment: int, seq: int, at: int, body: bytes) -> Entry:
         decoded = _bodies.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Entry(seq, segment, at, len(body), "", -1, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
-    outcomes = decoded.outcomes or [Outcome(score, success=score >= 1) for score in decoded.scores]
+    outcomes = outcomes_of(decoded.outcomes, decoded.scores)
     judged = [outcome for outcome in outcomes if not outcome.unjudged]
     rewards = [outcome.reward for outcome in judged] or [0.0]
     names = {name for outcome in judged for name in outcome.parts}

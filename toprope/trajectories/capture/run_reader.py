@@ -15,7 +15,7 @@ import msgspec
 
 from toprope.records.journal.demonstrations import read_traces
 from toprope.records.journal.frames import GROUP, scan
-from toprope.records.journal.groups import MASKED, Group, Outcome
+from toprope.records.journal.groups import MASKED, Group, Outcome, outcomes_of
 from toprope.records.journal.segments import open_segment, ordinals, sample_path, sampled_ordinals, segment_path
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
@@ -111,7 +111,7 @@ class RunReader:
     def _of_group(self, seq: int, raw: bytes) -> Iterator[TrajectoryItem]:
         try:
             body = _decode(raw)
-            outcomes = body.outcomes or [Outcome(score, success=score >= 1) for score in body.scores]
+            outcomes = outcomes_of(body.outcomes, body.scores)
             rows: list[list[int]] = [[] for _ in outcomes]
             for row in range(len(body.tokens)):
                 rows[row if body.rollouts is None else body.rollouts[row]].append(row)
