@@ -69,7 +69,7 @@ async def note_experiment(
     def work() -> Answer:
         ledger = ledger_of(workshop)
         runs = expand(workshop.home.runs, run_ids or [])
-        environments = [_specification(workshop, run_id).environment.name for run_id in runs]
+        environments = [Specification.read(workshop.runs.folder(run_id)).environment.name for run_id in runs]
         if draft_id is not None:
             environments.append(workshop.drafts.get(draft_id).environment.name)
         if experiment_id is not None:
@@ -202,10 +202,6 @@ def _digest(specification: Specification) -> str:
 
 def _hash(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _specification(workshop: Workshop, run_id: str) -> Specification:
-    return Specification.read(workshop.runs.folder(run_id))
 
 
 def _noted(ledger: Ledger, entry: Experiment, *, new: bool) -> Answer:
