@@ -15,8 +15,8 @@ from toprope.records.run.specification import Specification
 from toprope.text_format import clip, said
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope_tools.page.shapes import Answer, Foreign, foreign
-from toprope_tools.results.rollout_group import as_talk
-from toprope_tools.results.rollouts import answer_of, is_failed, prompt_of
+from toprope_tools.results.rollout_group import as_talk, first_place
+from toprope_tools.results.rollouts import answer_of, is_failed, prompt_of, why_none
 from toprope_tools.runs.logs import owners_secrets, require_log
 
 if TYPE_CHECKING:
@@ -148,11 +148,6 @@ def rollouts(
             raise InvalidValue("That is not a cursor of this page.", hint="Omit it for the first page.") from None
     query = Query(order=cast("Order", order), task=task, part=part, failed=failed, after=position, limit=_PAGE)
     page = find_rollouts(folder, query)
-    reason_for_none = None
-    if not page.groups:
-        reason_for_none = "No rollouts match." if page.scanned else "No rollouts are journaled yet."
-        if order == "most_changed" and page.matching:
-            reason_for_none = "No task was played twice so far, so nothing can have changed."
     last_key = page.groups[-1].key if page.groups else None
     return Rollouts(
         what="rollouts",
@@ -164,7 +159,7 @@ def rollouts(
         scanned=page.scanned,
         complete=page.complete,
         next_cursor=f"{last_key[0]!r}/{last_key[1]}" if last_key is not None and page.more else None,
-        why_none=reason_for_none,
+        why_none=None if page.groups else f"{why_none(page, query.order)}.",
     )
 
 
@@ -253,9 +248,7 @@ def whole_group(
         advice = "" if complete else " Not all groups are indexed yet: ask again."
         raise NotFound(f"{run_id} has no readable group {seq}.{advice}", hint="The list of rollouts names groups.")
     outcomes = outcomes_of(group.outcomes, group.scores)
-    start = 0 if cursor is None else int(cursor) if cursor.isdecimal() and len(cursor) < 7 else -1
-    if not 0 <= start < max(1, len(outcomes)):
-        raise InvalidValue("That is not a cursor of this group.", hint="Omit it for the first page.")
+    start = first_place(cursor, len(outcomes))
     end = min(len(outcomes), start + (page or _GROUP_PAGE))
     sources = {rollout_words.source for rollout_words in words[start:end]}
     note = "Texts were cut when they were stored." if "cut" in sources else None

@@ -45,9 +45,7 @@ def whole_group(folder: RunFolder, seq: int, cursor: str | None) -> Answer:
             hint=f"{call('browse_rollouts', run_id=folder.run_id)} shows the numbers of groups.",
         )
     outcomes = outcomes_of(group.outcomes, group.scores)
-    start = 0 if cursor is None else int(cursor) if cursor.isdecimal() and len(cursor) < 7 else -1
-    if not 0 <= start < max(1, len(outcomes)):
-        raise InvalidValue(f"{clip(cursor or '', 60)!r} is not a cursor of this group.", hint="Omit it.")
+    start = first_place(cursor, len(outcomes))
     rewards = [outcome.reward for outcome in outcomes]
     head = f"{folder.run_id}, group {seq}, task {named(group.task_id or 'unnamed', 130)}: "
     head += f"{plural(len(outcomes), 'answer')}, {sum(outcome.success for outcome in outcomes)} right"
@@ -88,6 +86,22 @@ def whole_group(folder: RunFolder, seq: int, cursor: str | None) -> Answer:
         return Answer("\n".join(lines), data)
 
     return fitting(answer)
+
+
+def first_place(cursor: str | None, count: int) -> int:
+    """Return the place of a page's first rollout, from 0.
+
+    Args:
+        cursor: The number of rollouts shown so far; None for the first page.
+        count: Rollouts of the group.
+
+    Raises:
+        InvalidValue: Not a cursor of this group.
+    """
+    start = 0 if cursor is None else int(cursor) if cursor.isdecimal() and len(cursor) < 7 else -1
+    if not 0 <= start < max(1, count):
+        raise InvalidValue(f"{clip(cursor or '', 60)!r} is not a cursor of this group.", hint="Omit it.")
+    return start
 
 
 def _sources(words: list[Words]) -> list[str]:

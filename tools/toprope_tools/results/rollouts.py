@@ -95,6 +95,13 @@ def _position_after(cursor: str | None, order: Order) -> tuple[float, int] | Non
         raise InvalidValue(f"{clip(cursor, 60)!r} is not a cursor.", hint="Omit it for the first page.") from None
 
 
+def why_none(page: RolloutPage, order: Order) -> str:
+    """Return why a page has no groups, without a full stop."""
+    if order == "most_changed" and page.matching:
+        return "No task was played twice so far, so nothing can have changed"
+    return "No rollouts match" if page.scanned else "No rollouts are journaled yet"
+
+
 def _answer(folder: RunFolder, query: Query, page: RolloutPage, limit: int) -> Answer:
     """Return the page, with texts of at most `limit` characters."""
     run_id = folder.run_id
@@ -110,10 +117,7 @@ def _answer(folder: RunFolder, query: Query, page: RolloutPage, limit: int) -> A
     if not page.complete:
         scanned += ", not all of them: call again to read on"
     if not groups:
-        reason = "No rollouts match" if page.scanned else "No rollouts are journaled yet"
-        if query.order == "most_changed" and page.matching:
-            reason = "No task was played twice so far, so nothing can have changed"
-        lines = [f"{reason} in {run_id} ({scanned})."]
+        lines = [f"{why_none(page, query.order)} in {run_id} ({scanned})."]
     else:
         ordered = _ORDERS[query.order]
         if query.part is not None and query.order in ("best", "worst"):  # the highest cost is not the best one
