@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from tests.training.trainer.test_sft import fine_tuned, sft_config
 from toprope.records.messages import Stepped
@@ -48,6 +50,14 @@ def test_adapters_above_quantized_weights_are_published_and_resume(
     assert any(bool(value.any()) for name, value in trained.items() if "lora_B" in name)
 
 
+@pytest.fixture
+def own_precision() -> Iterator[None]:
+    """The precision of accelerate is that of the process, and other tests have theirs."""
+    yield
+    AcceleratorState._reset_state()
+
+
+@pytest.mark.usefixtures("own_precision")
 def test_first_version_of_bfloat16_passes_the_check_of_float32_inference(
     tmp_path: Path, tiny_policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
