@@ -186,6 +186,29 @@ def test_unanswered_question_is_an_error_and_a_refusing_model_ends_the_run(
         judged(server, tmp_path, [(sampled("5"), "train")], part(), model="forbidden")
 
 
+def test_no_judge_is_asked_on_once_one_has_failed(tmp_path: Path) -> None:
+    class Model:
+        endpoint, ended = Endpoint(base_url="http://127.0.0.1:1/v1", model="m"), 0
+
+        async def chat(self, messages: Any, sampling: Any, *, n: int = 1, session: str = "") -> Any:
+            if "wrong" in messages[0]["content"]:
+                raise ModelFailed("no credit")
+            try:
+                return await asyncio.sleep(60)
+            finally:
+                self.ended += 1
+
+    async def work() -> None:
+        model = Model()
+        parts = [part(), part("tone", rubric="Kind is good.")]
+        ready = Judges([Judge(one, model) for one in parts], Verdicts(tmp_path / FILE), CARD.parts)
+        with pytest.raises(ModelFailed, match="no credit"):
+            await ready.judge(sampled("fine", "wrong", "well"), "train", None)
+        assert model.ended == 4
+
+    asyncio.run(work())
+
+
 def test_judges_spend_no_more_than_the_run_may(server: OpenAiStandIn, tmp_path: Path) -> None:
     purse = Purse(tmp_path / SPENDING, 3.0, "per_run.cost_usd")
     groups = [(sampled(*(f"{number} {place}" for place in range(4))), "train") for number in range(50)]

@@ -175,6 +175,32 @@ def test_failing_policy_leaves_no_rollout_in_worker(tmp_path: Path) -> None:
     assert run_with_worker(tmp_path, ScriptedPolicy(answer), work) == 0
 
 
+def test_a_failed_request_ends_those_beside_it_before_their_session_closes(tmp_path: Path) -> None:
+    class Failing(ScriptedPolicy):
+        ended = 0
+
+        async def chat(self, messages: Any, sampling: Any, *, n: int = 1, session: str = "") -> Any:
+            if n > 1:
+                return await super().chat(messages, sampling, n=n, session=session)
+            if session.endswith("/1"):
+                raise ComponentFailed("inference is gone")
+            try:
+                return await asyncio.sleep(60)
+            finally:
+                self.ended += not self.closed
+
+    policy = Failing(number_below)
+
+    async def work(sampler: GroupSampler, link: EnvironmentWorker) -> None:
+        tasks = (await link.call("tasks", split="train", start=0, count=20))["tasks"]
+        longer = next(place for place, task in enumerate(tasks) if "from 3" in task["messages"][0]["content"])
+        with pytest.raises(ComponentFailed, match="inference is gone"):
+            await sampler.sample(TaskRef("train", longer), 3, SAMPLING)
+        assert policy.ended == 2 and len(policy.closed) == 1
+
+    run_with_worker(tmp_path, policy, work)
+
+
 def evaluate(tmp_path: Path, context: int) -> dict[str, Any]:
     policy = ScriptedPolicy(number_below, context)
 

@@ -7,7 +7,6 @@ run's folder. Verdicts about held-out tasks stay in memory, and their texts are 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hashlib
 import json
@@ -34,7 +33,7 @@ from toprope.training.judges.questions import (
     score_question,
     to_text,
 )
-from toprope.training.rollouts.endpoint_client import Unanswered
+from toprope.training.rollouts.endpoint_client import Unanswered, all_or_none
 from toprope.training.rollouts.sampled_group import SampledGroup
 
 FILE = "verdicts.jsonl"
@@ -161,7 +160,7 @@ class Judges:
         answers = [to_text(talk) or text for talk, text in zip(talks, group.texts, strict=True)]
         places = [place for place, outcome in enumerate(outcomes) if outcome.error is None]
         work = [(prompts[place], answers[place]) for place in places]
-        results = await asyncio.gather(*(self._judge_pairs(judge, work, split == _SEALED) for judge in self._judges))
+        results = await all_or_none(self._judge_pairs(judge, work, split == _SEALED) for judge in self._judges)
         in_force = {**self._weights, **(weights or {})}
         for number, place in enumerate(places):
             answer_results = {
@@ -203,7 +202,7 @@ class Judges:
         elif function.compare:  # nothing to compare with
             results = dict.fromkeys(distinct, (0.5, ""))
         else:
-            scores = await asyncio.gather(*(self._score_answer(judge, *pair, sealed) for pair in distinct))
+            scores = await all_or_none(self._score_answer(judge, *pair, sealed) for pair in distinct)
             results = dict(zip(distinct, scores, strict=True))
         return [_scale(results[pair], function) for pair in work]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import httpx
     from openai._types import RequestOptions
 
+_Result = TypeVar("_Result")
 _AT_ONCE = 16
 """Requests in flight at most."""
 _FATAL = {401, 402, 403, 404, 405}
@@ -97,6 +98,23 @@ def _cost(endpoint: Endpoint, prompt: int | None, completion: int | None, report
     if prompt is None or endpoint.prompt_usd is None or endpoint.completion_usd is None:
         return None
     return (prompt * endpoint.prompt_usd + (completion or 0) * endpoint.completion_usd) / 1e6
+
+
+async def all_or_none(requests: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Makes requests beside each other and returns their answers in order.
+
+    Raises:
+        Exception: The first error of a request, itself; the other requests have ended before, so that they cost nothing
+            more and nothing that they use is closed under them.
+    """
+    tasks = [asyncio.create_task(request) for request in requests]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class EndpointClient:
@@ -178,13 +196,7 @@ class EndpointClient:
             reason = choice.finish_reason or "stop"
             return Answer(_text(choice.message.content), reason == "length", Turn([], [], [], [], reason))
 
-        tasks = [asyncio.create_task(request()) for _ in range(n)]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await all_or_none(request() for _ in range(n))
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Forwards a chat request to the endpoint's own model and returns its answer unchanged.

@@ -7,7 +7,6 @@ answers are counted and recorded, so that the rollouts' turns are known.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 from typing import Any
@@ -19,7 +18,7 @@ from toprope.errors import ComponentFailed
 from toprope.training.inference.client import Sampling
 from toprope.training.inference.dialect import format_events
 from toprope.training.inference.sessions import Turn
-from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
+from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered, all_or_none
 
 _BODY_LIMIT = 32 * 2**20
 _FORWARDED = ("messages", "tools", "tool_choice", "response_format", "stop", "parallel_tool_calls")
@@ -98,7 +97,7 @@ class EndpointProxy:
         except (TypeError, ValueError):
             return _error(400, "max_tokens, temperature and top_p must be numbers.")
         try:
-            answers = await asyncio.gather(*(self._client.complete(body) for _ in range(count)))
+            answers = await all_or_none(self._client.complete(body) for _ in range(count))
         except (ModelFailed, Unanswered) as failure:
             if self._failure is None or isinstance(failure, ModelFailed):
                 self._failure = failure

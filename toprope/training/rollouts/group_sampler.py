@@ -7,7 +7,6 @@ sampled. An error within a rollout is data with a reason; an error of the worker
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTim
 from toprope.training.inference.client import Answer, PolicyClient, PromptTooLong, Sampling, SessionLost
 from toprope.training.inference.sessions import Turn, new_session
 from toprope.training.judges.judging import Judges
-from toprope.training.rollouts.endpoint_client import EndpointClient
+from toprope.training.rollouts.endpoint_client import EndpointClient, all_or_none
 from toprope.training.rollouts.sampled_group import SampledGroup, excerpt
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.workers.restarting_worker import RestartingWorker, was_killed
@@ -207,7 +206,7 @@ class GroupSampler:
                     raise
                 return None
 
-        return list(await asyncio.gather(*(request(rollout) for rollout in rollouts)))
+        return await all_or_none(request(rollout) for rollout in rollouts)
 
     async def _advance(
         self, worker: EnvironmentWorker, rollouts: list[_Rollout], answers: Sequence[Answer | None], tokens: bool
