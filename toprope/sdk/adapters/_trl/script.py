@@ -102,7 +102,7 @@ _REPLACED = {
     "TrlParser": Parser,
     "RichProgressCallback": _Anything,
 }
-_OF_TRANSFORMERS = {
+_OF_TRANSFORMERS: dict[str, object] = {
     "HfArgumentParser": Parser,
     **dict.fromkeys(("AutoModelForCausalLM", "BitsAndBytesConfig"), _Anything),  # the policy
 }
