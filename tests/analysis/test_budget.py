@@ -118,7 +118,9 @@ def test_limits_on_steps_daily_runs_and_disk(tmp_path):
     [alone] = freeze_limits(limits(tmp_path, "per_run: {steps: 500}"), DEMAND, [])
     assert alone.fits == "budget.steps of at most 500 fits."
     room = freeze_limits(limits(tmp_path, "disk_gb: 3"), DEMAND, [account(live=False, disk_bytes=int(1e9))])
-    assert room.caps["disk_gb"].value == pytest.approx(2.0)
+    assert room.caps["disk_gb"].value == pytest.approx(2.0) and room.caps["disk_gb"].together == 3
+    room = freeze_limits(limits(tmp_path, "disk_gb: 3"), DEMAND, [account(live=False, disk_bytes=int(1e9))], 4)
+    assert room.caps["disk_gb"].value == pytest.approx(0.5), "runs that start together share what is left"
 
 
 def test_gpu_price_is_that_of_longest_matching_name(tmp_path):

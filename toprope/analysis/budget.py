@@ -348,7 +348,8 @@ def _disk(
         text = f"{_describe(limits, limit)}; runs have or may still use {held_gb:.3g}{asks}."
         return [Refusal(limit.name, text, "The owner can remove old runs with `toprope prune`.")]
     if cap is None:
-        caps["disk_gb"] = Cap(value=remaining, limit=limit.name, reason=limit.reason)
+        # Nothing is reserved, because that would take the room of later runs: the keeper adds up what all have.
+        caps["disk_gb"] = Cap(value=remaining / count, limit=limit.name, reason=limit.reason, together=limit.max)
     else:
         reserved["disk_gb"] = cap.value
     return []

@@ -75,6 +75,8 @@ class Cap(BaseModel, frozen=True):
     value: float
     limit: str
     reason: str = ""
+    together: float | None = None
+    """The limit on all runs together that left this one `value`; the run is stopped where their sum reaches it, too."""
 
     def is_used_up(self, used: float) -> bool:
         """True if nothing is left. A run that uses nothing may go on under a cap of 0."""

@@ -113,6 +113,28 @@ def test_use_of_members_on_other_nodes_counts_as_they_report_it(harness, tmp_pat
     assert (1 << 42) <= usage.peak_memory_bytes < (1 << 42) + (1 << 40)
 
 
+@pytest.mark.parametrize("others", [2.5e9, 1e9])
+def test_disk_of_all_runs_together_is_held_to_its_limit(harness, tmp_path, others):
+    """What was left at the start may have gone to runs that started later."""
+    for number in range(2):
+        Usage(disk_bytes=int(others / 2)).write(RunFolder.create(tmp_path / "runs", f"other-{number}"))
+    folder, stops, events = RunFolder.create(tmp_path / "runs", "run-1"), [], []
+    cap = Cap(value=1.5, limit="disk_gb", together=2.0)
+    limits = FrozenLimits(source="the owner", caps={"disk_gb": cap})
+    status = SimpleNamespace(started_at=None, progress={})
+    control = SimpleNamespace(
+        folder=folder, specification=harness.specification().model_copy(update={"limits": limits}),
+        status=lambda: status, stop=stops.append, record_event=lambda kind, **data: events.append(data),
+    )  # fmt: skip
+    watcher = BudgetWatcher(control)
+    watcher.on_tick(time.monotonic())
+    watcher.on_end()
+    assert [stop.reason for stop in stops] == (
+        ["The limit disk_gb of 2 GB on disk is reached, set by the owner."] if others > 2e9 else []
+    )
+    assert len(events) == len(stops)
+
+
 @pytest.mark.parametrize("limits", [None, FrozenLimits(source="x", caps={"wall_hours": Cap(value=1.0, limit="wall")})])
 def test_damaged_usage_stops_a_run_with_limits_and_is_told_of_any(harness, tmp_path, limits):
     folder = RunFolder.create(tmp_path / "runs", "run-1")

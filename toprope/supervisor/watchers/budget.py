@@ -7,16 +7,17 @@ it has them, the size of its folder. At a cap the run is stopped in order, with 
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from toprope.analysis.budget import spent
+from toprope.analysis.budget import GB, spent
 from toprope.errors import Corrupt, NotFound
 from toprope.machine import cpu_and_memory
 from toprope.records.messages import OutOfBudget, Report, Stepped, Used
-from toprope.records.run.folder import RunFolder, folder_bytes, read_json
+from toprope.records.run.folder import RUN_ID, RunFolder, folder_bytes, read_json
 from toprope.records.run.status import Finding
 from toprope.records.run.usage import Spent, Usage, day_of, spending_in
 from toprope.settings.limits import UNITS, Cap
@@ -25,6 +26,8 @@ from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
 _MEASURE_EVERY_S = 4.0
 _DISK_EVERY_S = 20.0
+_ADD_UP_EVERY_S = 60.0
+"""Seconds between two sums over all runs, of which there may be thousands."""
 _WRITE_EVERY_S = 10.0
 _NEAR = 0.9
 _SOURCE = "limits.yaml"
@@ -50,7 +53,7 @@ class BudgetWatcher(Watcher):
         self._counted_at: float | None = None
         self._cpu_s = cpu_and_memory()[0]
         self._far_memory: dict[str, int] = {}
-        self._measured_at = self._weighed_at = self._written_at = float("-inf")
+        self._measured_at = self._weighed_at = self._added_up_at = self._written_at = float("-inf")
         self._recorded: set[str] = set()
 
     def on_report(self, component: str, report: Report) -> None:
@@ -77,6 +80,9 @@ class BudgetWatcher(Watcher):
             self._usage.disk_bytes = folder_bytes(self._control.folder.path)
         for quantity, used in spent(self._usage).items():
             self._check_cap(quantity, used)
+        if now - self._added_up_at >= _ADD_UP_EVERY_S:
+            self._added_up_at = now
+            self._check_disk_of_all()
         if now - self._written_at >= _WRITE_EVERY_S:
             self._written_at = now
             self._write()  # in its thread, because a busy disk takes seconds
@@ -147,8 +153,24 @@ class BudgetWatcher(Watcher):
 
     def _check_cap(self, quantity: str, used: float) -> None:
         cap = None if self._limits is None else self._limits.caps.get(quantity)
-        if cap is None:
+        if cap is not None:
+            self._hold_to(cap, quantity, used)
+
+    def _check_disk_of_all(self) -> None:
+        """Hold the disk use of all runs of this folder to the limit on their sum; each keeper knows only its own."""
+        cap = None if self._limits is None else self._limits.caps.get("disk_gb")
+        if cap is None or cap.together is None:
             return
+        total, own = self._usage.disk_bytes, self._control.folder
+        with suppress(OSError):  # the disk with the folder of runs does not answer
+            for name in os.listdir(own.path.parent):
+                if name != own.run_id and RUN_ID.fullmatch(name):
+                    with suppress(Corrupt, OSError):  # such as another user's folder
+                        usage = Usage.read(RunFolder(own.path.parent / name))
+                        total += usage.disk_bytes if usage is not None else 0
+        self._hold_to(cap.model_copy(update={"value": cap.together}), "disk_gb", total / GB)
+
+    def _hold_to(self, cap: Cap, quantity: str, used: float) -> None:
         steps = quantity == "steps"  # a run may do its last step
         if cap.is_used_up(used) and not (steps and used == cap.value):
             self._record("budget_spent", quantity, used, cap)

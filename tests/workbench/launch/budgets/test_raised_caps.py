@@ -133,7 +133,7 @@ def test_a_limit_that_the_owner_removed_counts_as_raised(house):
 def test_a_raised_cap_on_disk_leaves_that_of_all_runs_whole(house):
     folder = ended(house, "per_run: {disk_gb: 1}\ndisk_gb: 3", used=0)
     owner(house[0], "per_run: {disk_gb: 9}\ndisk_gb: 3")
-    assert resumed(house, folder).caps["disk_gb"] == Cap(value=3, limit="disk_gb")
+    assert resumed(house, folder).caps["disk_gb"] == Cap(value=3, limit="disk_gb", together=3)
 
 
 def test_agents_do_not_raise_the_cap_that_a_person_confirmed(house):

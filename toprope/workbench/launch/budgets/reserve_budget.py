@@ -167,7 +167,8 @@ def _raise_cap(
         return per_run
     room = before + min(remaining, bound)
     if per_run is None or room < per_run.value:
-        per_run = Cap(value=room, limit=together.name, reason=together.reason)
+        of_all = together.max if together.name == "disk_gb" else None
+        per_run = Cap(value=room, limit=together.name, reason=together.reason, together=of_all)
     took_the_rest = former.limit == together.name and former.value < bound
     return former if per_run.value < former.value and not (took_the_rest and per_run.value > before) else per_run
 
