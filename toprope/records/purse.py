@@ -60,6 +60,8 @@ class Purse:
         self._closed, self._open = _read(path)
         self._lines = 0
         self._number = max(self._open, default=0)
+        self.in_flight = 0
+        """Calls of this process that may yet cost less than was reserved for them."""
         self._compact()
 
     @property

@@ -13,19 +13,29 @@ import pytest
 from tests.support.rollout_stand_ins import SAMPLING
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import Group, Outcome
-from toprope.records.messages import Checked, Evaluate, Evaluated, Making, Ready, Stop
+from toprope.records.messages import (
+    Checked,
+    Evaluate,
+    Evaluated,
+    Failed,
+    Making,
+    OutOfBudget,
+    Ready,
+    Stop,
+)
+from toprope.records.purse import LimitReached
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.kinds import KINDS
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.errors import WorkerError
 from toprope.settings.schema import Config
 from toprope.settings.sections.environment import members_of
-from toprope.training.driver import producer
+from toprope.training.driver import producer, program
 from toprope.training.driver.producer import GroupProducer, resumed_version
 from toprope.training.driver.program import Driver
 from toprope.training.inference.client import PromptTooLong, SessionLost
 from toprope.training.inference.sessions import Turn
-from toprope.training.rollouts.endpoint_client import Unanswered
+from toprope.training.rollouts.endpoint_client import ModelFailed, Unanswered
 from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.task_sampler import TaskSampler
 
@@ -342,6 +352,24 @@ def test_every_group_is_posted_or_given_up_with_reason(member: Member) -> None:
     )
     assert [group.group_id.rpartition("-")[0] for group in Api.posted] == ["run-1.2"] * 2
     assert all(int(group.group_id.rpartition("-")[2]) >= 40 for group in Api.posted)
+
+
+@pytest.mark.parametrize("needed", [0.52, 0.0], ids=["spent", "without a price"])
+def test_a_limit_on_cost_stops_the_run_before_the_driver_fails(
+    member: Member, monkeypatch: pytest.MonkeyPatch, needed: float
+) -> None:
+    async def refused(self: Driver) -> None:
+        error = ModelFailed("per_run.cost_usd allows 1 USD here")
+        error.limit = LimitReached("per_run.cost_usd allows 1 USD here")
+        error.limit.used, error.limit.needed = 0.9, needed
+        raise ExceptionGroup("in a task", [error])
+
+    monkeypatch.setattr(Driver, "run", refused)
+    monkeypatch.setattr(program.CrewMember, "join", lambda: member)
+    assert program.main() == 1
+    told = [report for report in member.reports if isinstance(report, OutOfBudget | Failed)]
+    failed = Failed("per_run.cost_usd allows 1 USD here", "", False)
+    assert told == ([OutOfBudget(0.9, needed), failed] if needed else [failed])
 
 
 @pytest.mark.parametrize("report_s", [0.001, 3600.0], ids=["soon", "late"])

@@ -213,8 +213,9 @@ def test_judges_spend_no_more_than_the_run_may(server: OpenAiStandIn, tmp_path: 
     purse = Purse(tmp_path / SPENDING, 3.0, "per_run.cost_usd")
     groups = [(sampled(*(f"{number} {place}" for place in range(4))), "train") for number in range(50)]
     with pytest.raises(ModelFailed, match=r"per_run\.cost_usd allows 3 USD"):
-        judged(server, tmp_path, groups, part(), purse=lambda: purse, prompt_usd=100.0, completion_usd=1000.0)
-    assert 0 < len(server.seen) < 200 and purse.total <= 3.0
+        prices = {"prompt_usd": 100.0, "completion_usd": 1000.0}
+        judged(server, tmp_path, groups, part(), model="priced", purse=lambda: purse, **prices)
+    assert 6 <= len(server.seen) <= 8 and purse.total <= 3.0  # each may cost 1.1 USD and costs 0.25
 
 
 def test_rollouts_without_a_conversation_are_judged_by_their_last_answer(server: OpenAiStandIn, tmp_path: Path) -> None:

@@ -53,15 +53,34 @@ def test_several_calls_at_once_share_the_cap(server: Any, tmp_path: Path) -> Non
     purse = Purse(tmp_path / FILE, 0.25, "per_run.cost_usd")
 
     async def work() -> None:
-        client = EndpointClient(Endpoint(base_url=server.url, model="silent", **PRICE), None, purse, timeout_s=0.5)
+        endpoint = Endpoint(base_url=server.url, model="silent", **PRICE)
+        client = EndpointClient(endpoint, None, purse, timeout_s=0.5, tries=2)
         try:
             await client.chat(QUESTION, SAMPLING, n=10)
         finally:
             await client.close()
 
-    with pytest.raises((ModelFailed, Unanswered)):
+    with pytest.raises(ModelFailed) as failed:
         asyncio.run(work())
-    assert len(server.seen) == 2 and purse.total <= 0.25
+    limit = failed.value.limit
+    assert limit is not None and 0.15 < limit.used <= 0.25 and limit.needed > 0.05
+    assert len(server.seen) == 2 and purse.total <= 0.25 and purse.in_flight == 0
+
+
+def test_calls_wait_for_what_others_in_flight_do_not_spend(server: Any, tmp_path: Path) -> None:
+    """In advance, two calls may cost all that is left; in fact, ten of them cost a fifth of it."""
+    purse = Purse(tmp_path / FILE, 0.25, "per_run.cost_usd")
+
+    async def work() -> list[Any]:
+        clients = [EndpointClient(Endpoint(base_url=server.url, model=name, **PRICE), None, purse) for name in "ab"]
+        try:
+            return await asyncio.gather(*(client.chat(QUESTION, SAMPLING, n=5) for client in clients))
+        finally:
+            for client in clients:
+                await client.close()
+
+    assert [len(answers) for answers in asyncio.run(work())] == [5, 5]
+    assert purse.total == pytest.approx(0.05) and purse.in_flight == 0
 
 
 def test_a_model_without_a_price_is_not_asked_under_a_cap(server: Any, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from toprope.records.messages import (
     Evaluated,
     Failed,
     Finished,
+    OutOfBudget,
     Peers,
     Progress,
     Ready,
@@ -53,7 +54,7 @@ from toprope.training.evaluation.model_comparison import compare_models, models_
 from toprope.training.evaluation.questions import answer_questions
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.judges.helpers import Helpers
-from toprope.training.rollouts.endpoint_client import EndpointClient
+from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed
 from toprope.training.rollouts.environment_host import (
     EnvironmentHost,
     environment_plans,
@@ -428,6 +429,9 @@ def main() -> int:
         asyncio.run(run())
     except (TopropeError, WorkerFailure, BaseExceptionGroup) as error:
         cause = first_of(error)
+        limit = cause.limit if isinstance(cause, ModelFailed) else None
+        if limit is not None and limit.needed:  # the keeper then stops the run, so that the trainer saves its work
+            member.report(OutOfBudget(limit.used, limit.needed))
         if isinstance(cause, TopropeError):
             member.report(Failed(cause.message, cause.hint, isinstance(cause, PeerAway)))
         elif isinstance(cause, WorkerFailure):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -39,6 +40,9 @@ _INVALID_ANSWERS = 2
 
 class ModelFailed(ComponentFailed):
     """The model will answer no question: the key, the model's name or the address is wrong."""
+
+    limit: LimitReached | None = None
+    """The limit on cost that leaves no room for the next question, if that is the reason."""
 
 
 class Unanswered(ComponentFailed):
@@ -213,7 +217,7 @@ class EndpointClient:
 
     async def _request(self, body: dict[str, Any]) -> tuple[bytes, _Completion]:
         """The content of an answer and the chat completion in it, with one choice at least."""
-        async with self._limit:
+        async with self._limit, self._counted():
             problem = ""
             for invalid in range(_INVALID_ANSWERS):
                 self.usage.retries += bool(invalid)
@@ -231,6 +235,18 @@ class EndpointClient:
                 problem = str((completion.error or {}).get("message", "it has no choices"))
         raise Unanswered(f"{_INVALID_ANSWERS} times the answer was no chat completion: {self._redact(problem)}")
 
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        """Counts a question among the calls in flight: others wait for room until it is settled."""
+        if self._purse is None:
+            yield
+            return
+        self._purse.in_flight += 1
+        try:
+            yield
+        finally:
+            self._purse.in_flight -= 1
+
     def _settle(self, response: httpx.Response, usage: _TokenUsage | None) -> None:
         from toprope.training.rollouts.paid_transport import settle
 
@@ -245,19 +261,19 @@ class EndpointClient:
         import httpx
         import openai
 
-        from toprope.training.rollouts.paid_transport import most_usd
+        from toprope.training.rollouts.paid_transport import refused_by
 
         try:
-            if self._purse is not None and self._purse.cap is not None:  # a refused request must not be retried
-                self._purse.require(most_usd(self.endpoint, msgspec.json.encode(body)))
             return await self._client.post(
                 "/chat/completions", body=body, cast_to=httpx.Response, options=self._options
             )
-        except LimitReached as error:
-            raise ModelFailed(error.message, hint=error.hint) from None
         except openai.APITimeoutError:
             problem = f"no answer within {self._timeout_s:g} s"
         except openai.APIStatusError as error:
+            if (limit := refused_by(error.response)) is not None:
+                failure = ModelFailed(limit.message, hint=limit.hint)
+                failure.limit = limit
+                raise failure from None
             status = error.status_code
             problem = f"HTTP {status}: {self._redact(_error_message(error))}"
             if status in _FATAL or 300 <= status < 400:
@@ -266,8 +282,6 @@ class EndpointClient:
             if status in _REFUSED:
                 raise Unanswered(f"The question was refused: {problem}") from None
         except openai.APIConnectionError as error:
-            if isinstance(error.__cause__, LimitReached):
-                raise ModelFailed(error.__cause__.message, hint=error.__cause__.hint) from None
             problem = f"{self.endpoint.base_url} cannot be reached: {self._redact(error.__cause__ or error)}"
         raise Unanswered(f"Not answered in {self._tries} tries; the last: {problem}")
 

@@ -5,17 +5,20 @@ The retries of the `openai` package are requests, too: each may be billed, so ea
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from toprope.records.purse import Purse
+from toprope.records.purse import LimitReached, Purse
 
 if TYPE_CHECKING:
     from toprope.settings.endpoints import Endpoint
 
-_ENTRY = "toprope_entry"
+_ENTRY, _LIMIT = "toprope_entry", "toprope_limit"
+_LOOK_S = 0.1
+"""Seconds between two looks whether calls in flight left room for one that waits."""
 _OVERHEAD_TOKENS = 512
 """Tokens that an endpoint may add to a prompt: marks of messages, a preamble."""
 
@@ -49,8 +52,36 @@ def settle(purse: Purse | None, response: httpx.Response, usd: float | None) -> 
         purse.settle(entry, usd)
 
 
+def refused_by(response: httpx.Response) -> LimitReached | None:
+    """Return the limit for which a request was not sent; None if the response is the endpoint's own."""
+    limit: LimitReached | None = response.extensions.get(_LIMIT)
+    return limit
+
+
+async def _reserve(purse: Purse, usd: float | None) -> int:
+    """Pay a call in advance once it fits: other calls in flight mostly cost less than was reserved for them.
+
+    Raises:
+        LimitReached: It does not fit, and no other call is in flight; or its price is unknown.
+    """
+    purse.in_flight -= 1  # a call that waits leaves nothing to the others
+    try:
+        while True:
+            try:
+                return purse.reserve(usd)
+            except LimitReached:
+                if usd is None or purse.in_flight == 0:
+                    raise
+            await asyncio.sleep(_LOOK_S)
+    finally:
+        purse.in_flight += 1
+
+
 class PaidTransport(httpx.AsyncBaseTransport):
     """Sends requests that the purse has paid. A request that surely was not billed is refunded.
+
+    One for which the purse has no money is answered with 402 and its limit (`refused_by`), because the `openai` package
+    tries again after errors. Whoever makes a call counts it in `Purse.in_flight` until it is settled.
 
     Args:
         inner: Sends them.
@@ -60,8 +91,10 @@ class PaidTransport(httpx.AsyncBaseTransport):
         self._inner, self._endpoint, self._purse = inner, endpoint, purse
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises: toprope.records.purse.LimitReached: Nothing was sent."""
-        entry = self._purse.reserve(most_usd(self._endpoint, await request.aread()))
+        try:
+            entry = await _reserve(self._purse, most_usd(self._endpoint, await request.aread()))
+        except LimitReached as limit:
+            return httpx.Response(402, extensions={_LIMIT: limit})
         try:
             response = await self._inner.handle_async_request(request)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol):
