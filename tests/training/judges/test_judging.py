@@ -22,6 +22,8 @@ from toprope.records.run.specification import ModelUnderTest
 from toprope.records.worker_messages import Card, RewardPart
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.sections.mixture import RewardFunction, checked_rewards
+from toprope.training.inference.client import Answer
+from toprope.training.inference.sessions import Turn
 from toprope.training.judges.helpers import Helpers
 from toprope.training.judges.judging import FILE, Judge, Judges, Verdicts, judged_card
 from toprope.training.judges.questions import Unreadable, read_ranking, read_score, score_question
@@ -205,6 +207,32 @@ def test_no_judge_is_asked_on_once_one_has_failed(tmp_path: Path) -> None:
         with pytest.raises(ModelFailed, match="no credit"):
             await ready.judge(sampled("fine", "wrong", "well"), "train", None)
         assert model.ended == 4
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("ending", ["answered", "unreadable", "cancelled"])
+def test_groups_with_the_same_answer_share_its_question(tmp_path: Path, ending: str) -> None:
+    class Model:
+        endpoint, asked = Endpoint(base_url="http://127.0.0.1:1/v1", model="m"), 0
+
+        async def chat(self, messages: Any, sampling: Any, *, n: int = 1, session: str = "") -> list[Answer]:
+            self.asked += 1
+            await asyncio.sleep(60 if ending == "cancelled" and self.asked == 1 else 0.05)
+            text = "no idea" if ending == "unreadable" else "Score: 7"
+            return [Answer(text, False, Turn([], [], [], [], "stop"))]
+
+    async def work() -> None:
+        model, verdicts = Model(), Verdicts(tmp_path / FILE)
+        ready = Judges([Judge(part(), model)], verdicts, CARD.parts)
+        asking = [asyncio.create_task(ready.judge(sampled("fine"), "train", None)) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        if ending == "cancelled":
+            asking.pop(0).cancel()
+        groups = await asyncio.wait_for(asyncio.gather(*asking), 10)
+        assert model.asked == (1 if ending == "answered" else 2) and not verdicts.open
+        errors = {(group.outcomes[0].error or "")[:11] for group in groups}
+        assert errors == ({"JudgeFailed"} if ending == "unreadable" else {""})
 
     asyncio.run(work())
 

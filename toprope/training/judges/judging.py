@@ -7,6 +7,7 @@ run's folder. Verdicts about held-out tasks stay in memory, and their texts are 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -73,6 +74,9 @@ class Verdicts:
     def __init__(self, path: Path, most: int = 20_000) -> None:
         self._path, self._most = path, most
         self._verdicts: dict[str, str] = {}
+        self.open: dict[str, asyncio.Future[str | None]] = {}
+        """Questions being asked; each future tells why the verdict is unreadable, or None once `get` or a repetition
+        may give it."""
         if not path.is_file():
             return
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -221,9 +225,27 @@ class Judges:
     ) -> tuple[list[float], str]:
         """The values that a judge gives, with its raw answer. Raises: Unreadable."""
         endpoint = judge.model.endpoint
+        why: str | None = None
         key = hashlib.sha256(json.dumps([endpoint.base_url, endpoint.model, question]).encode()).hexdigest()
-        if (verdict := self._verdicts.get(key)) is not None:
+        while (verdict := self._verdicts.get(key)) is None and key in self._verdicts.open:
+            # The same answer in another group. Who asks may be cancelled, and who waits must not cancel the question.
+            if (why := await asyncio.shield(self._verdicts.open[key])) is not None:
+                raise Unreadable(why)
+        if verdict is not None:
             return parse(verdict), verdict
+        asked = self._verdicts.open[key] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._ask_anew(judge, question, key, sealed, parse)
+        except Unreadable as error:
+            why = str(error)
+            raise
+        finally:
+            del self._verdicts.open[key]
+            asked.set_result(why)
+
+    async def _ask_anew(
+        self, judge: Judge, question: str, key: str, sealed: bool, parse: Callable[[str], list[float]]
+    ) -> tuple[list[float], str]:
         problem = Unreadable("the judge was not asked")
         room = _MOST_TOKENS
         for _ in range(_TRIES):
