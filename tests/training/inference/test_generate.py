@@ -103,6 +103,21 @@ def test_invalid_requests_are_refused_with_reason(http: TestClient, path: str, b
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
+def test_settings_of_other_servers_are_left_out_and_told_once(
+    http: TestClient, capfd: pytest.CaptureFixture[str]
+) -> None:
+    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0, "frequency_penalty": 0.0}
+    named = {"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    for _ in range(2):
+        for params in (neutral, named):
+            body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2, **params}}
+            assert http.post("/generate", json=body).status_code == 200
+    body = {"prompt": "a", "max_tokens": 2, "top_k": 0, "min_tokens": 2}
+    assert http.post("/generate", json=body).status_code == 200
+    told = [line.partition(":")[0] for line in capfd.readouterr().err.splitlines() if "left out" in line]
+    assert told == ["top_k", "min_p", "repetition_penalty", "min_tokens"]
+
+
 def test_dialects_are_distinguished_by_fields() -> None:
     assert parse_generate(b'{"text":"a"}').sglang
     assert not parse_generate(b'{"prompt":"a"}').sglang

@@ -373,10 +373,10 @@ def test_completion_that_would_lack_what_is_asked_is_refused(http: TestClient, b
 
 def test_penalties_of_rollouts_are_left_out(http: TestClient, engine: ScriptedEngine, capfd: Any) -> None:
     engine.texts += ["one", "two"]
-    neutral = {"echo": False, "suffix": "", "best_of": 1, "logprobs": 1, "logit_bias": {}}
+    neutral = {"echo": False, "suffix": "", "best_of": 1, "logprobs": 1, "logit_bias": {}, "top_k": -1, "min_p": 0}
     assert http.post("/v1/completions", json={"prompt": "x"} | neutral).status_code == 200
-    ask(http, [{"role": "user", "content": "x"}], presence_penalty=0.5)
-    assert "presence_penalty" in capfd.readouterr().err
+    ask(http, [{"role": "user", "content": "x"}], presence_penalty=0.5, top_k=5, chat_template_kwargs={})
+    assert {line.split(":")[0] for line in capfd.readouterr().err.splitlines()} == {"presence_penalty", "top_k"}
 
 
 def test_key_of_served_policy_takes_several_prompts(http: TestClient, engine: ScriptedEngine) -> None:

@@ -260,6 +260,7 @@ class InferenceServer:
     async def _generate(self, request: HttpRequest, session: str) -> Response:
         body = parse_generate(await _body(request))
         body.sampling = self._with_settings(body.sampling, session)
+        self._check(body.sampling, session)
         prompt = body.prompt
         ids = self._prompt_ids(prompt, session) if isinstance(prompt, str) else self._check_ids(prompt)
         samples = await self._sample(generate_request(body, ids, self._engine.max_context), request)
@@ -275,7 +276,7 @@ class InferenceServer:
         return _json(MatchAnswer([self.samples.match(row) for row in body.rows]))
 
     def _check(self, body: ChatRequest | CompletionRequest, session: str) -> None:
-        if field := left_out(body, in_rollout=session not in ("", UNRECORDED)):
+        for field in left_out(body, in_rollout=session not in ("", UNRECORDED)):
             self._tell_once(field, "left out, because rollouts are sampled as the trainer computes")
 
     def _with_settings(self, body: AnyRequest, session: str) -> AnyRequest:

@@ -18,6 +18,7 @@ from toprope.training.inference.sessions import SessionSampling
 
 _encode = msgspec.json.Encoder().encode
 _JSON_ONLY = "Answer with JSON only."
+_NEUTRAL = {"top_k": -1, "repetition_penalty": 1}
 _BY_SCHEMA = " It must be valid by this JSON schema:\n"
 
 
@@ -33,7 +34,21 @@ class ContextExceeded(BadRequest):
     code = "context_length_exceeded"
 
 
-class _Sampling(msgspec.Struct, kw_only=True):
+class LeftOut(msgspec.Struct, kw_only=True):
+    """Settings of other servers that requests may name and the policy is not sampled with; see `left_out`."""
+
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: Any = None
+    min_p: Any = None
+    repetition_penalty: Any = None
+    min_tokens: Any = None
+    min_new_tokens: Any = None
+    chat_template_kwargs: Any = None
+
+
+class _Sampling(LeftOut, kw_only=True):
     model: str = ""
     n: int | None = 1
     max_tokens: int | None = None
@@ -42,9 +57,6 @@ class _Sampling(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
@@ -140,10 +152,11 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Samp
     )
 
 
-def left_out(body: ChatRequest | CompletionRequest, *, in_rollout: bool) -> str | None:
-    """The penalty of a request that sampling leaves out; None if it has no penalty.
+def left_out(body: ChatRequest | CompletionRequest, *, in_rollout: bool) -> list[str]:
+    """The settings of a request that sampling leaves out, but for values that change nothing.
 
     In a rollout, which is sampled as the trainer computes, a penalty is no error: agents of others always send some.
+    Settings beyond OpenAI's never are: every client of other servers may have some as a default.
 
     Raises:
         BadRequest: The answer would lack what the request asks for, or other requests than those of rollouts penalise.
@@ -159,7 +172,8 @@ def left_out(body: ChatRequest | CompletionRequest, *, in_rollout: bool) -> str 
         if value:
             known = "; logprobs of the sampled tokens are" if "logprobs" in name else ""
             raise BadRequest(f"{name} is not supported{known}")
-    return next((name for name, value in penalties.items() if value), None)
+    values = {name: getattr(body, name) for name in LeftOut.__struct_fields__}
+    return [name for name, value in values.items() if value and value != _NEUTRAL.get(name)]
 
 
 def allowed_tools(body: ChatRequest) -> list[dict[str, Any]] | None:

@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from toprope.training.inference.dialect import BadRequest, CompletionRequest, to_request
+from toprope.training.inference.dialect import BadRequest, CompletionRequest, LeftOut, to_request
 from toprope.training.inference.engine import Sample, SamplingRequest
 
 
-class _SglangSampling(msgspec.Struct):
+class _SglangSampling(LeftOut):
     max_new_tokens: int = 128
     n: int = 1
     temperature: float | None = None
@@ -39,7 +39,7 @@ class GenerateRequest(msgspec.Struct):
     sampling: CompletionRequest
 
 
-class _Body(msgspec.Struct):
+class _Body(LeftOut):
     input_ids: list[int] | None = None
     text: str | None = None
     sampling_params: _SglangSampling | None = None
@@ -88,6 +88,7 @@ def _sampling(params: _SglangSampling | _Body, max_tokens: int, stream: bool) ->
         stop=params.stop,
         seed=params.seed,
         stream=stream,
+        **{name: getattr(params, name) for name in LeftOut.__struct_fields__},
     )
 
 
