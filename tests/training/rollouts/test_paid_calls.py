@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,16 @@ def test_several_calls_at_once_share_the_cap(server: Any, tmp_path: Path) -> Non
 
 def test_calls_wait_for_what_others_in_flight_do_not_spend(server: Any, tmp_path: Path) -> None:
     """In advance, two calls may cost all that is left; in fact, ten of them cost a fifth of it."""
+    server.answer = lambda question: time.sleep(0.3) or "three"
     purse = Purse(tmp_path / FILE, 0.25, "per_run.cost_usd")
 
     async def work() -> list[Any]:
         clients = [EndpointClient(Endpoint(base_url=server.url, model=name, **PRICE), None, purse) for name in "ab"]
         try:
-            return await asyncio.gather(*(client.chat(QUESTION, SAMPLING, n=5) for client in clients))
+            first = asyncio.create_task(clients[0].chat(QUESTION, SAMPLING, n=5))
+            while len(server.seen) < 2:
+                await asyncio.sleep(0.01)
+            return [await clients[1].chat(QUESTION, SAMPLING, n=5), await first]
         finally:
             for client in clients:
                 await client.close()
