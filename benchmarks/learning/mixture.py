@@ -207,7 +207,7 @@ async def _measure(console: Console, home: Path, seed: int, steps: int, demonstr
         pair = [tuple(one["sampled"][key] for key in ("accuracy", "low", "high")) for one in (before, after)]
         share = float(shares.get(f"environments/{label}/share", 0.0))
         untrained = tuned.results["evaluations"]["before"]["environments"][label]["sampled"]["accuracy"]
-        rose, constant = bool(run.results["rose_each"][label]), constant_share(label)
+        rose, constant = run.results["change_each"][label]["verdict"] == "rose", constant_share(label)
         learned.append(Learned(label, untrained, pair[0], pair[1], constant, rose, share))
     traces = (tuned.folder / "traces.jsonl").read_text().splitlines()
     counted = sum("task_id" in json.loads(line) for line in traces)

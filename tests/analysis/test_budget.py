@@ -59,6 +59,8 @@ def test_seconds_that_fit_leave_money_for_calls(tmp_path):
     assert isinstance(freeze_limits(owner, replace(run, train_s=16_800.0), []), FrozenLimits)
     [refusal] = freeze_limits(owner, replace(run, tokens_usd=10.0), [])
     assert "may cost 10 USD a run: a smaller budget.steps" in refusal.fits
+    [refusal] = freeze_limits(owner, replace(run, tokens_usd=0.001, beside_s=500_000.0), [])
+    assert "Too little is left today" in refusal.fits, "no fewer calls would help"
     [refusal] = freeze_limits(owner, replace(run, tokens_usd=10.0, steps=None), [])
     assert "a smaller sft.tasks or sft.epochs" in refusal.fits
 

@@ -17,7 +17,7 @@ from toprope.records.sweep_journal import Candidate, Generation, SweepLog
 from toprope.settings.owner import Home
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers import KeeperState
-from toprope.supervisor.launchers.engine import NotReached
+from toprope.supervisor.launchers.engine import NotReached, QueueFull
 from toprope.supervisor.runs.manager import RunManager
 from toprope.sweeps import conductor
 from toprope.sweeps.conductor import Conductor
@@ -31,18 +31,18 @@ def alone(tmp_path, monkeypatch):
     """A conductor without keeper whose members go to a cluster; the cluster answers after `silent` questions."""
     monkeypatch.setattr(conductor, "_RETRY_START_EVERY_S", 0.001)
     home = Home(tmp_path / "home", tmp_path / "config").ensure()
-    cluster = SimpleNamespace(silent=0)
+    cluster = SimpleNamespace(silent=0, refusal=NotReached)
 
     def submit(folder, variables, lock=None):
         if cluster.silent:
-            raise NotReached("Slurm gave no answer.")
+            raise cluster.refusal("Slurm gave no answer.")
         status = Status.read(folder)
         assert status.state == "queued"
         status.model_copy(update={"state": "completed", "ended_at": 1.0}).write(folder)
 
     def state(folder, *, locked=False):
         cluster.silent = max(0, cluster.silent - locked)
-        return KeeperState("unknown" if cluster.silent else "gone")
+        return KeeperState("unknown" if cluster.silent and cluster.refusal is NotReached else "gone")
 
     launcher = SimpleNamespace(submit=submit, status=state)
     runs = RunManager(home.runs, launcher, lambda: Machine(threads=4))
@@ -76,6 +76,16 @@ def test_outage_of_a_cluster_burns_no_member(alone):
     assert (status.state, status.attempt, why) == ("completed", 2, "")
     [waits] = [one.what for one in alone.told if isinstance(one, Warned)]
     assert "waits: Slurm gave no answer." in waits
+
+
+def test_cluster_that_stays_silent_ends_the_wait_and_a_full_queue_does_not(alone, monkeypatch):
+    monkeypatch.setattr(conductor, "_MOST_UNANSWERED", 3)
+    alone.cluster.silent = 9
+    status, why = alone.measure()
+    assert status is None and "may still run" in why
+    alone.cluster.silent, alone.cluster.refusal = 9, QueueFull
+    status, why = alone.measure()
+    assert (status.state, why) == ("completed", "")
 
 
 def test_member_that_met_an_outage_is_interrupted(alone):

@@ -314,8 +314,9 @@ def _too_much(
         return Refusal(limit.name, text, "Nothing fits today; what live runs leave unused is free when they end.")
     rate = _an_hour(limits, demand, quantity)
     calls = (demand.tokens_usd or 0.0) if quantity == "cost_usd" else 0.0  # whatever the time
-    train_s = int((remaining / count - calls) / rate * HOUR - demand.beside_s) if rate else 0
-    if demand.trains and train_s < 1 and calls:
+    without_calls_s = remaining / count / rate * HOUR - demand.beside_s if rate else 0.0
+    train_s = int(without_calls_s - calls / rate * HOUR) if rate else 0
+    if demand.trains and train_s < 1 and calls and (without_calls_s >= 1 or not rate):
         fewer = "budget.steps" if demand.steps is not None else "sft.tasks or sft.epochs"
         fits = f"Calls to priced models alone may cost {calls:.3g} USD a run: a smaller {fewer} lowers that."
         return Refusal(limit.name, text, fits, by_budget=True)

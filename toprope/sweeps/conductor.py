@@ -33,7 +33,7 @@ from toprope.records.sweep_journal import (
     final_id,
 )
 from toprope.settings.owner import Home
-from toprope.supervisor.launchers.engine import NotReached
+from toprope.supervisor.launchers.engine import NotReached, QueueFull
 from toprope.supervisor.runs.errors import KeeperUnknown
 from toprope.sweeps.members import SweepMembers, hopeless_reason
 from toprope.sweeps.strategy_runner import StrategyRunner
@@ -45,6 +45,8 @@ _CHECK_EVERY_S = 0.25
 _REPORT_EVERY_S = 1.0
 _RETRY_START_EVERY_S = 2.0
 _MOST_REFUSALS = 30
+_MOST_UNANSWERED = 1800
+"""An hour: a cluster that stays silent for so long is not the one that is meant, or its commands are not here."""
 """Refused starts of a member that is no question of room, such as a busy ledger, before it has no score."""
 _TEMPORARY_LIMITS = frozenset({"concurrent_runs"})
 """Limits that leave room again once another run has ended."""
@@ -249,7 +251,7 @@ class Conductor:
             CodeChanged, NoRoomWithin: The sweep cannot go on.
             TopropeError: The run cannot start.
         """
-        warned, refusals = False, 0
+        warned, refusals, unanswered = False, 0, 0
         while True:
             self._check_stop()
             await self._member.hold_async()
@@ -263,8 +265,9 @@ class Conductor:
                     # The budget that live members reserved and do not use is free when they end.
                     may_pass = set(error.limits) <= _TEMPORARY_LIMITS or bool(self._live)
                     lasts = not may_pass or self._is_at_cap(run_id, error)
-                elif isinstance(error, NotReached | KeeperUnknown):  # an outage is no fault of the member
-                    lasts = False
+                elif isinstance(error, NotReached | QueueFull | KeeperUnknown):  # no fault of the member
+                    unanswered = 0 if isinstance(error, QueueFull) else unanswered + 1
+                    lasts = unanswered >= _MOST_UNANSWERED
                     if self._members.exists(run_id):  # it was created before its engine was asked
                         start = partial(self._members.resume, run_id)
                 else:

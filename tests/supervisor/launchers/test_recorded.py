@@ -10,7 +10,7 @@ import pytest
 
 from toprope.settings.clusters import Cluster
 from toprope.settings.sections.launcher import LauncherSection
-from toprope.supervisor.launchers.engine import JobRequest, Refused, Unreachable
+from toprope.supervisor.launchers.engine import JobRequest, QueueFull, Refused, Unreachable
 from toprope.supervisor.launchers.ray import RayEngine
 from toprope.supervisor.launchers.slurm import SlurmEngine
 
@@ -124,6 +124,13 @@ def test_slurm_gets_no_second_job_of_a_name(request_):
 def test_slurm_refusal_is_told_in_its_words(request_, said, told):
     engine, _ = slurm(sbatch=(1, "", said))
     with pytest.raises(Refused, match=told):
+        engine.submit(request_)
+
+
+def test_slurm_that_takes_no_more_jobs_of_a_user_may_take_one_later(request_):
+    said = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates\n"
+    engine, _ = slurm(sbatch=(1, "", said))
+    with pytest.raises(QueueFull, match="no more jobs of this user: .*QOSMaxSubmitJobPerUserLimit"):
         engine.submit(request_)
 
 

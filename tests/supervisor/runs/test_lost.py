@@ -19,7 +19,6 @@ from toprope.atomic import write_json
 from toprope.errors import InvalidValue
 from toprope.records.messages import ENV_ATTEMPT, ENV_FOLDER
 from toprope.records.run.folder import RunFolder, read_json
-from toprope.records.run.launch import Launch
 from toprope.records.run.status import TRANSITIONS, EventLog, Status, read_events
 from toprope.supervisor.heartbeat import SILENT_AFTER_S
 from toprope.supervisor.lock import RunLock, is_held
@@ -144,8 +143,8 @@ def test_concurrent_looks_resume_once(harness):
 def test_decide_auto_resume_follows_policy(harness):
     now = 1000.0
 
-    def of(folder, **fields):
-        return decide_auto_resume(folder, Status.read(folder).model_copy(update=fields), now)
+    def of(folder, told="", **fields):
+        return decide_auto_resume(folder, Status.read(folder).model_copy(update=fields), now, told=told)
 
     folder = left(harness)
     assert of(folder).resume_at == now
@@ -157,11 +156,10 @@ def test_decide_auto_resume_follows_policy(harness):
     assert of(folder, resumed_lost=3).resume_at == now, "it had got on"
     EventLog(folder).append("state", **{"from": "lost", "to": "queued", "reason": ""})
     assert of(folder, resumed_lost=3).resume_at is None, "that was an earlier attempt"
-    for attempt, submitted_at, count in ((1, 50.0, 2), (1, 950.0, 3), (2, 50.0, 3)):
-        job = {"name": "a.1", "submitted_at": submitted_at, "deadline": submitted_at, "attempt": attempt}
-        Launch(kind="ray", cluster="lab", **job).write(folder)
-        assert of(folder, resumed_lost=3).count == count, "a job that only waited does not count"
-        assert of(folder, resumed_lost=3, started_at=60.0).count == 3
+    given_up = "FAILED: Job supervisor actor failed to start within 900.0 seconds."
+    for told, started_at, count in ((given_up, None, 2), ("FAILED: no such file", None, 3), (given_up, 60.0, 3)):
+        decision = of(folder, told, resumed_lost=3, started_at=started_at)
+        assert decision.count == count, "a job that was never placed does not count"
     assert of(left(harness, harness.specification("test"))).resume_at is None
     never = harness.specification()
     never.config.launcher.resume_lost = "never"

@@ -20,10 +20,12 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import Cap, FrozenLimits
+from toprope.settings.owner import Home
 from toprope.supervisor.capacity import budget_ledger
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts, reserved
 from toprope.supervisor.keeper import status_writer
 from toprope.supervisor.keeper.status_writer import StatusWriter
+from toprope.supervisor.watchers import budget
 from toprope.supervisor.watchers.budget import BudgetWatcher
 from toprope.supervisor.watchers.group import WatcherGroup
 from toprope.supervisor.watchers.watcher import Watcher
@@ -114,7 +116,7 @@ def test_use_of_members_on_other_nodes_counts_as_they_report_it(harness, tmp_pat
 
 
 @pytest.mark.parametrize("others", [2.5e9, 1e9])
-def test_disk_of_all_runs_together_is_held_to_its_limit(harness, tmp_path, others):
+def test_disk_of_all_runs_together_is_held_to_its_limit(harness, tmp_path, monkeypatch, others):
     """What was left at the start may have gone to runs that started later."""
     for number in range(2):
         Usage(disk_bytes=int(others / 2)).write(RunFolder.create(tmp_path / "runs", f"other-{number}"))
@@ -133,6 +135,12 @@ def test_disk_of_all_runs_together_is_held_to_its_limit(harness, tmp_path, other
         ["The limit disk_gb of 2 GB on disk is reached, set by the owner."] if others > 2e9 else []
     )
     assert len(events) == len(stops)
+    (tmp_path / "limits.yaml").write_text("disk_gb: 5")  # raised since: later runs may have started under it
+    monkeypatch.setattr(budget, "home_of_keeper", lambda _: Home(tmp_path / "home", tmp_path))
+    watcher, stops[:] = BudgetWatcher(control), []
+    watcher.on_tick(time.monotonic())
+    watcher.on_end()
+    assert not stops
 
 
 @pytest.mark.parametrize("limits", [None, FrozenLimits(source="x", caps={"wall_hours": Cap(value=1.0, limit="wall")})])

@@ -9,6 +9,7 @@ import anyio
 import pytest
 from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environments import select_environment
+from toprope_tools.runs import training
 from toprope_tools.runs.training import start_training, stop_training
 from toprope_tools.status.status import check_status
 
@@ -48,7 +49,7 @@ def test_repeated_call_with_key_returns_its_run(house):
     assert do(start_training, shop, draft_id=draft, key="k-1").data.state == "stopped"
 
 
-def test_start_tells_of_seeds_that_ran_at_this_revision(house):
+def test_start_tells_of_seeds_that_ran_at_this_revision(house, monkeypatch):
     shop, launcher = house
     draft = draft_of(shop)
     group = do(start_training, shop, draft_id=draft, seeds=2)
@@ -56,17 +57,23 @@ def test_start_tells_of_seeds_that_ran_at_this_revision(house):
     again = do(start_training, shop, draft_id=draft, seeds=3, again=True, preview=True)
     first, second = group.data.run_ids
     assert f"2 seeds of this start ran at this revision before (0 as {first}, 1 as {second})" in again.text
-    assert f'edit_config(draft_id="{draft}", changes={{"algorithm.seed": 2}}) takes seeds' in again.text
+    assert f'edit_config(draft_id="{draft}", changes={{"algorithm.seed": 3}}) takes seeds' in again.text
     alone = do(start_training, shop, draft_id=draft, again=True)
     assert f"(0 as {first})" in alone.text and alone.data.run_id in alone.text
-    do(edit_config, shop, draft_id=draft, changes={"algorithm.seed": 2})
+    do(edit_config, shop, draft_id=draft, changes={"algorithm.seed": 3})
     assert "seeds_repeated" not in do(start_training, shop, draft_id=draft, seeds=3, preview=True).text
-    # Runs that failed are no evidence, so repeating their seeds is none twice.
+    # Runs that did not complete are no evidence, and those of other code another experiment.
     other = draft_of(shop)
     failed = do(start_training, shop, draft_id=other).data.run_id
     launcher.leave(failed)
     become(shop.runs.folder(failed), "failed", ended_at=time.time())
-    assert "seeds_repeated" not in do(start_training, shop, draft_id=other).text
+    complete = do(start_training, shop, draft_id=other)
+    assert "seeds_repeated" not in complete.text
+    launcher.leave(complete.data.run_id)
+    become(shop.runs.folder(complete.data.run_id), "completed", ended_at=time.time())
+    assert "seeds_repeated" in do(start_training, shop, draft_id=other, preview=True).text
+    monkeypatch.setattr(training, "_changed_since_before", lambda *_: ["environment.py"])
+    assert "seeds_repeated" not in do(start_training, shop, draft_id=other, preview=True).text
 
 
 def test_lost_run_counts_as_live_until_it_resumes_and_does_not_resume_under_the_lock(house, monkeypatch):

@@ -82,9 +82,8 @@ async def start_training(
     misfits = await to_thread.run_sync(_misfits, workshop, draft)
     plan = training_plan(draft.config)
     request = StartRequest(draft, plan, name, seeds, again, key, confirm, agreed, unknown_task=unknown_task(misfits))
-    warned = [*warning_lines(misfits), *await to_thread.run_sync(_repeated_seeds, workshop, request)]
     if preview:
-        return await to_thread.run_sync(_answer_preview, workshop, request, warned)
+        return await to_thread.run_sync(_answer_preview, workshop, request, warning_lines(misfits))
     try:
         started = await to_thread.run_sync(workshop.starter.start, request)
     except ConfirmationNeeded as refused:
@@ -92,25 +91,30 @@ async def start_training(
     if started.repeated:
         status = await to_thread.run_sync(workshop.runs.status, started.specifications[0].run_id)
         return _answer_repeated(started.specifications, status, wait_s)
+    repeated = await to_thread.run_sync(_repeated_seeds, workshop, started.specifications)
     memory = await to_thread.run_sync(memory_warning, workshop, started.specifications[0].config)
     before = await to_thread.run_sync(_training_before, workshop, started.specifications)
-    return _answer_started(started.specifications, wait_s, warned + memory, before)
+    return _answer_started(started.specifications, wait_s, warning_lines(misfits) + repeated + memory, before)
 
 
-def _repeated_seeds(workshop: Workshop, request: StartRequest) -> list[str]:
-    """Warn of seeds that ran at this revision: with the same seed a run is no further evidence."""
-    draft, first = request.draft, request.draft.config.algorithm.seed
+def _repeated_seeds(workshop: Workshop, started: Sequence[Specification]) -> list[str]:
+    """Warn of seeds that ran with the same code at this revision: with the same seed a run is no further evidence."""
+    first, own = started[0], {specification.run_id for specification in started}
     ran: dict[int, str] = {}
-    for start in workshop.index.starts(draft.id)[:_MOST_STARTS]:
-        if (start.revision, start.kind) == (draft.revision, request.plan.kind):
+    for start in workshop.index.starts(first.draft_id or "")[:_MOST_STARTS]:
+        if (start.revision, start.kind) == (first.draft_revision, first.kind) and start.run_id not in own:
             with suppress(NotFound, Corrupt):
+                status = workshop.runs.status(start.run_id, revive=False)
                 folder = workshop.runs.folder(start.run_id)
-                if workshop.runs.status(start.run_id, revive=False).state not in ("failed", "lost"):
-                    ran[Specification.read(folder).config.algorithm.seed] = start.run_id
-    repeated = sorted(seed for seed in range(first, first + request.seeds) if seed in ran)
+                earlier = Specification.read(folder)
+                counts = status.state == "completed" or not status.ended
+                if counts and not _changed_since_before(folder, earlier):
+                    ran[earlier.config.algorithm.seed] = start.run_id
+    seeds = [specification.config.algorithm.seed for specification in started]
+    repeated = [seed for seed in seeds if seed in ran]
     if not repeated:
         return []
-    fresh = call("edit_config", draft_id=draft.id, changes={"algorithm.seed": max(ran) + 1})
+    fresh = call("edit_config", draft_id=first.draft_id, changes={"algorithm.seed": max([*ran, *seeds]) + 1})
     return [
         f"Warning (seeds_repeated): {plural(len(repeated), 'seed')} of this start ran at this revision before "
         f"({', '.join(f'{seed} as {ran[seed]}' for seed in repeated)}). The same seed draws the same tasks and "
@@ -364,6 +368,7 @@ def _answer_preview(workshop: Workshop, request: StartRequest, warned: Sequence[
     if reason:
         reason = f"\n{reason} The start asks for it."
     warnings = [f"Warning (key_missing): {message}" for message in missing] + [*warned]
+    warnings += _repeated_seeds(workshop, specifications)
     warning_text = "".join(f"\n{line}" for line in warnings)
     config, settings = specifications[0].config, home.settings()
     memory = "\n".join(memory_lines(config, hub_variables(settings.variables), allowed=settings.machine.gpus))

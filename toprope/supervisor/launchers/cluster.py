@@ -40,7 +40,7 @@ from toprope.supervisor.heartbeat import BEATING_S, is_beating
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting
 from toprope.supervisor.launchers import KeeperState
 from toprope.supervisor.launchers.claims import FRONT_END, begun_at, claim, claimed_by_front_end
-from toprope.supervisor.launchers.engine import Engine, EngineView, Job, JobRequest, Refused, Unreachable
+from toprope.supervisor.launchers.engine import Engine, EngineView, Job, JobRequest, QueueFull, Refused, Unreachable
 from toprope.supervisor.launchers.local import KEEPER, LocalLauncher
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.orders import write_end_order, write_stop_order
@@ -274,14 +274,14 @@ def free_port(mirror: Mirror) -> int:
     whose receiver was lost, or of a run that is submitted at the same time.
 
     Raises:
-        ComponentFailed: All are taken.
+        QueueFull: All are taken.
     """
     ports = mirror.port_range()
     for port in random.sample(ports, len(ports)):
         with socket.socket() as trial, suppress(OSError):
             trial.bind(("", port))
             return int(trial.getsockname()[1])
-    raise ComponentFailed(f"All ports of the cluster's mirror ({mirror.ports}) are taken.", hint="Give it more ports.")
+    raise QueueFull(f"All ports of the cluster's mirror ({mirror.ports}) are taken.", hint="Give it more ports.")
 
 
 def can_listen(host: str, port: int) -> bool:

@@ -39,6 +39,10 @@ class NotReached(Refused):
     """The engine could not be asked, so it has no job; it may accept one as soon as it answers."""
 
 
+class QueueFull(Refused):
+    """The engine accepts no job until another one of this user has ended."""
+
+
 @dataclass(frozen=True)
 class JobRequest:
     """One job: a keeper."""

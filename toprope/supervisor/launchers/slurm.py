@@ -15,7 +15,7 @@ from pathlib import Path
 
 from toprope.errors import visible
 from toprope.settings.clusters import Cluster
-from toprope.supervisor.launchers.engine import Job, JobRequest, NotReached, Phase, Refused, Unreachable
+from toprope.supervisor.launchers.engine import Job, JobRequest, NotReached, Phase, QueueFull, Refused, Unreachable
 
 _ANSWER_S = 20.0
 _LEAVE_S = 60
@@ -61,6 +61,11 @@ class SlurmEngine:
             return
         lines = ["#!/bin/sh", *self._cluster.setup, f"exec {shlex.join(request.command)}", ""]
         done = self._ask("sbatch", ["--parsable", *self._options(request)], "\n".join(lines))
+        if done.returncode and "MaxSubmit" in done.stderr:
+            raise QueueFull(
+                f"Slurm takes no more jobs of this user: {_summarize_output(done)}.",
+                hint="Nothing was started. Start it again once another job has ended.",
+            )
         if done.returncode:
             raise Refused(
                 f"Slurm refused the job: {_summarize_output(done)}.",

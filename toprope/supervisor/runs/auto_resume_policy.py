@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from toprope.errors import Corrupt, NotFound, TopropeError
 from toprope.machine import boot_id
 from toprope.records.run.folder import RunFolder, read_json
-from toprope.records.run.launch import Launch
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 
-_ONLY_WAITED_S = 600.0
-"""A job that ends after so long, and has begun nothing, has waited: Ray gives one up that it cannot place for 900 s."""
+_NEVER_PLACED = "failed to start within"
+"""Ray's words for a job that it gave up because it had no room for it for 900 s."""
 _LONGEST_WAIT_S = 3600.0
 """Waiting times double up to this limit. A note further ahead was written before the clock was set back."""
 
@@ -39,7 +38,9 @@ class ResumeDecision:
     """The decision in words; may be empty."""
 
 
-def decide_auto_resume(folder: RunFolder, status: Status, now: float | None = None) -> ResumeDecision:
+def decide_auto_resume(
+    folder: RunFolder, status: Status, now: float | None = None, *, told: str = ""
+) -> ResumeDecision:
     """Decide by the run's own policy whether it resumes.
 
     The count of resumes starts anew once an attempt has made progress, so that a run does not end because the machine
@@ -48,19 +49,19 @@ def decide_auto_resume(folder: RunFolder, status: Status, now: float | None = No
     Args:
         status: As its keeper left it.
         now: Seconds since the epoch; the present time when None.
+        told: How its job ended, in the words of its engine.
     """
     now = time.time() if now is None else now
     progress_event = status.run_kind.progress_event
     if progress_event is None:
         return ResumeDecision(None, 0, "")
     try:
-        launcher, launch = Specification.read(folder).config.launcher, Launch.read(folder)
+        launcher = Specification.read(folder).config.launcher
     except (Corrupt, NotFound):
         return ResumeDecision(None, 0, "")
     count = 0 if _made_progress(folder, progress_event) else status.resumed_lost
-    if launch is not None and launch.attempt == status.attempt and status.started_at is None:
-        if now - launch.submitted_at > _ONLY_WAITED_S:  # the cluster was busy; the attempt failed at nothing
-            count = max(0, count - 1)
+    if _NEVER_PLACED in told and status.started_at is None:  # the cluster was busy; the attempt failed at nothing
+        count = max(0, count - 1)
     if launcher.resume_lost == "never":
         return ResumeDecision(None, count, "")
     if count >= launcher.resume_lost_limit:

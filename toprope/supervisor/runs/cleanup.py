@@ -109,7 +109,7 @@ def settle_run(folder: RunFolder, reaped: int | None = None, told: str = "") -> 
         reason += f" {reaped} processes of its crew were still alive and were killed."
     if status.ended or stop_requested(folder, status):
         return write_end(folder, "stopped", f"stopped on request. {reason}")
-    decision = decide_auto_resume(folder, status)
+    decision = decide_auto_resume(folder, status, told=told)
     return write_end(folder, "lost", f"{reason} {decision.explanation}".rstrip(), decision=decision)
 
 

@@ -14,13 +14,14 @@ from contextlib import suppress
 from typing import Any
 
 from toprope.analysis.budget import GB, spent
-from toprope.errors import Corrupt, NotFound
+from toprope.errors import Corrupt, NotFound, TopropeError
 from toprope.machine import cpu_and_memory
 from toprope.records.messages import OutOfBudget, Report, Stepped, Used
 from toprope.records.run.folder import RUN_ID, RunFolder, folder_bytes, read_json
 from toprope.records.run.status import Finding
 from toprope.records.run.usage import Spent, Usage, day_of, spending_in
 from toprope.settings.limits import UNITS, Cap
+from toprope.supervisor.notices import home_of_keeper
 from toprope.supervisor.runs.orders import StopOrder
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
@@ -168,7 +169,8 @@ class BudgetWatcher(Watcher):
                     with suppress(Corrupt, OSError):  # such as another user's folder
                         usage = Usage.read(RunFolder(own.path.parent / name))
                         total += usage.disk_bytes if usage is not None else 0
-        self._hold_to(cap.model_copy(update={"value": cap.together}), "disk_gb", total / GB)
+        most = max(cap.together, _present_limit_on_disk())
+        self._hold_to(cap.model_copy(update={"value": most}), "disk_gb", total / GB)
 
     def _hold_to(self, cap: Cap, quantity: str, used: float) -> None:
         steps = quantity == "steps"  # a run may do its last step
@@ -218,3 +220,15 @@ class BudgetWatcher(Watcher):
 def _write(usage: Usage, folder: RunFolder) -> None:
     with suppress(OSError):  # the disk watcher handles a full disk; the next write may succeed
         usage.write(folder)
+
+
+def _present_limit_on_disk() -> float:
+    """The owner's present limit on all runs, under which later runs may have started; 0 if it cannot be read here."""
+    home = home_of_keeper(os.environ)
+    try:
+        limit = home.limits().get("disk_gb") if home is not None else None
+    except (TopropeError, OSError):
+        return 0.0
+    if home is None:
+        return 0.0
+    return float("inf") if limit is None else limit.max

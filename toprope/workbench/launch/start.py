@@ -22,7 +22,7 @@ from toprope.records.run.status import LIVE
 from toprope.settings.owner import Home
 from toprope.settings.presets import load_preset
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
-from toprope.supervisor.launchers.engine import NotReached
+from toprope.supervisor.launchers.engine import NotReached, QueueFull
 from toprope.supervisor.notices import tell
 from toprope.supervisor.runs.freezing import require_thawed
 from toprope.supervisor.runs.manager import RunManager
@@ -166,7 +166,7 @@ class RunStarter:
                 except ComponentFailed as error:
                     self._give_up(specifications[place + 1 :], begun, request)
                     others = f" {', '.join(begun)} had been started and were stopped." if begun else ""
-                    kind = NotReached if isinstance(error, NotReached) else ComponentFailed
+                    kind = type(error) if isinstance(error, NotReached | QueueFull) else ComponentFailed
                     raise kind(
                         f"{error.message} The run {specification.run_id} is recorded as failed; nothing is "
                         f"running.{others}",
