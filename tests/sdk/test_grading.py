@@ -113,6 +113,10 @@ def test_reference_that_is_a_fraction_of_latex_pays_its_value():
         "Fill in ```f``` so: ```py\n{code}\n```",
         "```python\n{code}\n```\nIt prints:\n```\n3\n```",
         "<think>so</think>{code}",
+        "<answer>```python\n{code}\n```</answer>",
+        "<think>so</think>```\n{code}\n```",
+        "**Solution:**```\n{code}\n```",
+        "Here is it.```Python\n{code}\n```",
     ],
 )
 def test_code_is_read_from_the_last_block_of_python(text):
@@ -124,6 +128,6 @@ def test_hostile_answers_take_no_time():
     began = time.monotonic()
     assert number_in("1e99999999/3") is None and extract("answer" + " " * 19_000 + "x", "auto") is None
     assert not is_correct("1e" + "9" * 5000, "4") and not is_correct("a" + " " * 3000 + "b c", "4")
-    for fences in ("``` " * 20_000, "```" + " " * 100_000 + "`"):
+    for fences in ("``` " * 20_000, "```" + " " * 100_000 + "`", ":```py" * 20_000):
         assert unit_tests(fences, "", 5.0, 256) == (True, False)
     assert time.monotonic() - began < 5

@@ -57,7 +57,9 @@ _PLAIN_NUMBER = re.compile(  # a comma parts thousands or numbers; a hyphen behi
     r"(?:(?<![^\W_])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
     r"(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?"
 )
-_FENCE = re.compile(r"(?<!\S)```([^\n`]*)\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(  # a tag, a colon, bold text or, before one of Python, any text may stand right before a fence
+    r"(?:(?<![^\s>:*])|(?=```[ \t]*py))```([^\n`]*)\n(.*?)```", re.DOTALL | re.IGNORECASE
+)
 _PYTHON = re.compile(r"\s*py", re.IGNORECASE)
 _LETTER = re.compile(r"(?<![A-Za-z])\(?([A-Za-z])\)?(?![A-Za-z'])")
 _NUMBER = re.compile(  # spaces only behind a sign: two optional runs of them in a row take cubic time
