@@ -19,7 +19,7 @@ from toprope.sdk.adapters.gymnasium import declared, make
 from toprope.sdk.errors import InvalidRequest, LoadError, MissingKnobs
 from toprope.sdk.rollouts import Rollout, configure
 from toprope.sdk.worker.client import WorkerClient
-from toprope.sdk.worker.splits import SPLITS, TaskSplits
+from toprope.sdk.worker.splits import ORDER_RULE, SPLITS, TaskSplits
 
 GUESS = '''
 """Number games."""
@@ -272,6 +272,8 @@ def test_rows_make_environments_with_init(tmp_path: Path) -> None:
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = opened(tmp_path / "sums.py", SUMS)
     assert len({task.id for task in environment.tasks()}) == 2
+    old = TaskSplits(environment, rule=ORDER_RULE)
+    assert len(old.page("train", 0, 9)) == 1, "runs that began before keep their tasks"
     rollout = begun(environment)
     assert rollout._environment.task.reference == "3"
     assert rollout.advance("4").messages[0]["content"] == "Once more."

@@ -16,6 +16,7 @@ from toprope.sdk.authoring.environment import Task
 from toprope.sdk.discovery import parse
 from toprope.sdk.errors import LoadError
 from toprope.sdk.rollouts import Rollout, configure
+from toprope.sdk.worker.splits import KEYED_RULE, ORDER_RULE, SPLITS, TaskSplits
 
 GRADE = """
     '''Sums, graded.'''
@@ -73,9 +74,13 @@ def test_rows_with_equal_prompts_are_tasks_of_their_own(tmp_path: Path) -> None:
     rows = "[{'question': 'Go.', 'answer': str(n)} for n in [0, 0, 1, 2]]"
     (tmp_path / "alike.py").write_text(f"rows = {rows}\ndef score(prompt, completion, answer): return 1.0\n")
     target = {"file": str(tmp_path / "alike.py"), "prompt": "question"}
-    tasks = list(configure(score.make(json.dumps(target))).tasks())
+    environment = configure(score.make(json.dumps(target)))
+    tasks = list(environment.tasks())
     assert len({task.id for task in tasks}) == 3
     assert tasks[0].id == Task("Go.").id, "as in runs that began before"
+    for rule, known in (KEYED_RULE, 3), (ORDER_RULE, 1):
+        splits = TaskSplits(environment, rule=rule)
+        assert sum(len(splits.page(split, 0, 9)) for split in SPLITS[:known]) == known, "runs keep their tasks"
 
 
 @pytest.mark.parametrize("rows", ["rows = shuffled()", "def rows():\n    yield from shuffled()"])

@@ -66,6 +66,7 @@ from toprope.sdk.authoring.environment import Environment, Messages, Part, Task,
 from toprope.sdk.authoring.knobs import REQUIRED, is_required, knob
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, LoadError
+from toprope.sdk.worker.splits import KEYED_RULE
 
 __all__ = ["KEYS", "Gymnasium", "declared", "make"]
 
@@ -122,7 +123,7 @@ class Gymnasium(Environment):
             self._arguments.setdefault(_CONFIGURATION, _empty())
         self._games = Games(self.name, self._maker, self._arguments, copied=self.copied)
         if self._rows:
-            self.finite = True
+            self.finite, self.key_rule = True, KEYED_RULE
             self.max_turns = most or int(self._limit or UNKNOWN_LIMIT)
             if (first := next(self._row_tasks(), None)) is not None:  # what the class refuses is told here
                 with OwnRandom(0):

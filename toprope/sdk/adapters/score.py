@@ -34,6 +34,7 @@ from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, LoadError
+from toprope.sdk.worker.splits import KEYED_RULE
 
 __all__ = ["KEYS", "Score", "declared", "make"]
 
@@ -47,6 +48,7 @@ class Score(Environment):
 
     listed = finite = True
     tags = ("score-function", "single-turn")
+    key_rule = KEYED_RULE
 
     def __init__(self, target: Mapping[str, Any]) -> None:
         self._user = UserFile(str(target.get("file") or ""))

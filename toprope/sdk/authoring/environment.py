@@ -189,6 +189,8 @@ class Environment:
     source_rule: int = 0
     """First rule of `toprope.sdk.worker.splits` under which the sources of its tasks count; 0: the first of all. For
     environments whose tasks once had none."""
+    key_rule: int = 0
+    """Likewise, the first rule under which the keys of its tasks count."""
     wants_tokens: bool = False
     """True to fill in `tokens`, at a small cost per answer."""
 

@@ -29,7 +29,7 @@ from toprope.sdk.rollouts import Rollout, configure, grouped
 from toprope.sdk.worker.accepted import accept_only
 from toprope.sdk.worker.group_scoring import GroupScoring
 from toprope.sdk.worker.scripted_policy import scripted_session
-from toprope.sdk.worker.splits import ORDER_RULE, SPLITS, TaskSplits
+from toprope.sdk.worker.splits import KEYED_RULE, SPLITS, TaskSplits
 from toprope.sdk.worker.user_objects import UserObjects
 
 __all__ = ["CONCURRENT", "OPERATIONS", "Service", "UnknownOperation", "kind_of"]
@@ -136,7 +136,7 @@ class Service:
         max_turns: int | None = None,
         seed: int = 0,
         rewards: list[dict[str, Any]] | None = None,
-        split_rule: int = ORDER_RULE,
+        split_rule: int = KEYED_RULE,
     ) -> dict[str, Any]:
         """Open an environment in place of the one before.
 

@@ -18,6 +18,7 @@ order: that of their hashes, which is the same in every run, or one that the see
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -35,6 +36,7 @@ from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 
 __all__ = [
     "FAMILY_RULE",
+    "KEYED_RULE",
     "ORDER_LIMIT",
     "ORDER_RULE",
     "OWN_SPLIT_LIMIT",
@@ -47,13 +49,14 @@ __all__ = [
 ]
 
 SPLITS = ("train", "validation", "heldout")
-PROMPT_RULE, SOURCE_RULE, SHARING_RULE, FAMILY_RULE, ORDER_RULE = 1, 2, 3, 4, 5
+PROMPT_RULE, SOURCE_RULE, SHARING_RULE, FAMILY_RULE, ORDER_RULE, KEYED_RULE = 1, 2, 3, 4, 5, 6
 """Rules for splits, each with those before it; a run keeps its own, so that it measures the same when it resumes. The
 split of a task that names its source is decided by its prompt, or, from SOURCE_RULE on, by the source, so that a
 template cannot move a task to another split. From SHARING_RULE on, one or two tasks are in every split. From
 FAMILY_RULE on, a task that is held out because it is among few is held out whatever the knobs of a family. From
 ORDER_RULE on, finite tasks do not keep the order of their source, and rows are the sources of tasks of `orchestrator`,
-too, as of those of `dataset`."""
+too, as of those of `dataset`. From KEYED_RULE on, rows of `score` and `gymnasium` with equal prompts are tasks of their
+own if they want other answers."""
 PATIENCE = 500
 """After this many repeated tasks in a row, the stream counts as exhausted."""
 OWN_SPLIT_LIMIT = 10_000
@@ -88,10 +91,10 @@ def _iterator(returned: Any) -> Iterator[Any]:
 
 
 class _Stream:
-    """A stream of tasks, read once, that remembers its failure."""
+    """A stream of tasks, with their keys or without, read once, that remembers its failure."""
 
-    def __init__(self, tasks: Callable[[], Iterable[Task]]) -> None:
-        self._tasks = tasks
+    def __init__(self, tasks: Callable[[], Iterable[Task]], with_keys: bool) -> None:
+        self._tasks, self._with_keys = tasks, with_keys
         self._iterator: Iterator[Any] | None = None
         self._failure: BaseException | None = None
         self.ended = False
@@ -114,7 +117,7 @@ class _Stream:
         elif not isinstance(task, Task):
             self._failure = EnvironmentMistake(f"tasks() must yield Task objects, not {type(task).__name__}.")
             raise self._failure
-        return task
+        return task if task is None or self._with_keys else dataclasses.replace(task, key=None)
 
 
 class TaskSplits:
@@ -125,11 +128,11 @@ class TaskSplits:
         seed: Seed of the order of training tasks: of all passes if they are finite, else after the first.
         family: The same environment with other knobs. If it brings its own splits or has few tasks, a task held out by
             one of them is trained on by none.
-        rule: PROMPT_RULE, SOURCE_RULE, SHARING_RULE, FAMILY_RULE or ORDER_RULE.
+        rule: PROMPT_RULE, SOURCE_RULE, SHARING_RULE, FAMILY_RULE, ORDER_RULE or KEYED_RULE.
     """
 
     def __init__(
-        self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = (), rule: int = ORDER_RULE
+        self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = (), rule: int = KEYED_RULE
     ) -> None:
         self._seed, self._rule = seed, rule
         self._family = list(family)
@@ -154,11 +157,12 @@ class TaskSplits:
         """The first tasks, read to learn if there are others."""
         self._moved_splits: dict[str, str] = {}
         """Other splits of tasks so few that their hashes leave a split empty, by id."""
+        with_keys = rule >= environment.key_rule
         if self._has_own_splits:
             tasks: Callable[[str], Iterable[Task]] = environment.tasks  # type: ignore[assignment]
-            self._streams = {split: _Stream(functools.partial(tasks, split)) for split in SPLITS}
+            self._streams = {split: _Stream(functools.partial(tasks, split), with_keys) for split in SPLITS}
         else:
-            stream = _Stream(environment.tasks)
+            stream = _Stream(environment.tasks, with_keys)
             self._streams = dict.fromkeys(SPLITS, stream)
 
     def get(self, split: str, index: int) -> tuple[Task, int]:

@@ -25,7 +25,7 @@ from toprope.records.run.specification import (
     TrainerSource,
 )
 from toprope.records.walls import Walls
-from toprope.sdk.worker.splits import ORDER_RULE
+from toprope.sdk.worker.splits import KEYED_RULE
 from toprope.settings.changes import apply_changes
 from toprope.settings.fields import KNOBS, all_fields, knob_problems
 from toprope.settings.locks import Locks
@@ -72,7 +72,7 @@ def freeze_drafts(
     name: str | None = None,
     locks: Locks | None = None,
     base: tuple[str, str] | None = None,
-    split_rule: int = ORDER_RULE,
+    split_rule: int = KEYED_RULE,
     with_keys: bool = True,
 ) -> list[Specification]:
     """Freeze drafts that start together, one specification for each, under the owner's present locks.

@@ -21,7 +21,7 @@ from toprope.sdk.errors import WorkerError, WorkerTimeout
 from toprope.sdk.tooled import calls_in
 from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import WorkerClient, worker_environment
-from toprope.sdk.worker.splits import ORDER_RULE
+from toprope.sdk.worker.splits import KEYED_RULE
 from toprope.text_format import hide, hide_keys, printed_line, secret_values
 
 _T = TypeVar("_T")
@@ -96,7 +96,7 @@ class EnvironmentWorker(WorkerClient):
         max_turns: int | None = None,
         seed: int = 0,
         rewards: Sequence[Mapping[str, Any]] = (),
-        split_rule: int = ORDER_RULE,
+        split_rule: int = KEYED_RULE,
     ) -> Card:
         """Open an environment in place of the one before.
 
