@@ -104,6 +104,19 @@ def test_rows_that_are_shuffled_are_the_same_in_every_worker(tmp_path: Path, row
     assert random.getstate() == state, "nobody else draws from these states"
 
 
+def test_seeds_that_a_file_sets_decide_its_rows(tmp_path: Path) -> None:
+    found = []
+    for seed in (1, 2, 1):
+        (tmp_path / "seeded.py").write_text(
+            f"import random\nimport numpy\nrandom.seed({seed})\nnumpy.random.seed({seed})\n"
+            "def rows():\n    return [{'prompt': str(draw())} for draw in (random.random, numpy.random.rand)]\n"
+            "def score(prompt, completion): return 1.0\n"
+        )
+        environment = configure(score.make(json.dumps({"file": str(tmp_path / "seeded.py")})))
+        found.append([task.content for task in environment.tasks()])
+    assert found[0] == found[2] and not set(found[0]) & set(found[1])
+
+
 def test_column_named_as_the_completion_s_parameter_is_left_out(tmp_path: Path) -> None:
     assert outcome(tmp_path, "x", function="named").reward == 1.0
 

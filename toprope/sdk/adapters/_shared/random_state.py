@@ -65,6 +65,15 @@ class OwnRandom:
             if numbers is not None and self._before[1] is not None:
                 numbers.set_state(self._before[1])
 
+    def continued(self) -> OwnRandom:
+        """States of their own that go on from these.
+
+        Generators without a seed are counted anew: modules that other code loaded before make none at their import.
+        """
+        later = OwnRandom(self._seed)
+        later._states = self._states
+        return later
+
     def _seed_others(self) -> None:
         """Give a seed to each generator that is made without one, until `__exit__` takes back what this replaces."""
         seed, numbers = random.Random.seed, sys.modules.get(_ENTROPY)

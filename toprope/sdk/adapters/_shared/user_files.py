@@ -71,9 +71,10 @@ class UserFile:
         if not path:
             raise LoadError("The target needs `file`, the path of a Python file.")
         self.path = Path(path).expanduser().absolute()
+        self._luck = OwnRandom(0)  # every worker has the same rows
         if module is None:
             prepare(self.path)
-            with OwnRandom(0):  # every worker has the same rows
+            with self._luck:
                 module = module_of(self.path)
         self.module: ModuleType = module
 
@@ -115,7 +116,7 @@ class UserFile:
             EnvironmentMistake: A row is not an object.
         """
         rows: Any = source
-        luck = OwnRandom(0)
+        luck = self._luck.continued()  # the file may set seeds where it is loaded
         if isinstance(source, str) and (source.startswith(_rows.HUB) or self._data(source) is not None):
             place = self._data(source)
             files = [] if place is None else [place]
