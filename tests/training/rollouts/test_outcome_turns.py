@@ -68,6 +68,13 @@ def test_an_answer_within_the_text_of_a_later_turn_is_its_own_turn() -> None:
         assert outcome_turns([other, chosen], said(answer)) == [chosen]
 
 
+def test_neither_white_space_nor_a_stop_token_decides() -> None:
+    for texts in ("look<|im_end|>", " look<|im_end|>"), ("look", "look</s>"), ("look </s>", "\nlook"):
+        turns = [Turn([place], [9], [-0.1], [(0, 1)], "stop", "", text) for place, text in enumerate(texts)]
+        assert outcome_turns(turns, said("look", "look")) == turns
+        assert outcome_turns(turns, said(" look")) == turns[1:]
+
+
 def test_thoughts_that_a_conversation_leaves_out_do_not_decide() -> None:
     short, long = turn("state 0", "Go.</think>look"), turn("state 1", "Where to go now?</think>look")
     assert outcome_turns([short, long], said("look", "look")) == [short, long]

@@ -11,6 +11,7 @@ A model at an endpoint is reached through a proxy in this process, because the w
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -33,6 +34,8 @@ from toprope.training.rollouts.workers.environment_worker import EnvironmentWork
 _VERDICT_TOKENS = 1024
 """Longest answer of a model with a role, if the policy's are shorter."""
 _THOUGHT_END = "</think>"
+_TOKEN = re.compile(r"<[^<>\s]+>")
+"""A special token's text, such as <|im_end|>."""
 _GRACE_S = 10.0
 """Seconds beyond a rollout's own time limit after which its worker counts as hung."""
 
@@ -225,7 +228,8 @@ def _turns_of(name: str, recorded: Mapping[str, list[Turn]]) -> list[Turn]:
 def _excess(turn: Turn, message: dict[str, Any]) -> int | None:
     """Characters of a turn beyond the assistant message that came from it; None if it cannot have come from it.
 
-    Thoughts are not counted where the message lacks them, as they differ between turns with the same answer.
+    Thoughts are not counted where the message lacks them, as they differ between turns with the same answer; nor are
+    white space and a stop token around it, so that the latest of equal turns counts.
     """
     if calls := message.get("tool_calls"):
         prefix = answer_id(turn.prompt_ids, turn.completion_ids)
@@ -235,7 +239,8 @@ def _excess(turn: Turn, message: dict[str, Any]) -> int | None:
     if not text or text not in turn.completion_text:
         return None
     answer = turn.completion_text.rpartition(_THOUGHT_END)[2]
-    return len(answer if text in answer else turn.completion_text) - len(text)
+    before, _, after = (part.strip() for part in (answer if text in answer else turn.completion_text).rpartition(text))
+    return len(before) + (0 if _TOKEN.fullmatch(after) else len(after))
 
 
 def _last_answer(turns: list[Turn], messages: list[dict[str, Any]]) -> str:
