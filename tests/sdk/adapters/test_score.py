@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,15 @@ def test_rows_that_are_shuffled_are_the_same_in_every_worker(tmp_path: Path, row
     state = random.getstate()
     next(configure(score.make(target)).tasks())
     assert random.getstate() == state, "nobody else draws from these states"
+
+
+def test_rows_drawn_by_a_helper_are_the_same_in_every_worker(tmp_path: Path) -> None:
+    (tmp_path / "helper_of_rows.py").write_text("import numpy\nrows = [{'prompt': str(numpy.random.rand())}]\n")
+    (tmp_path / "helped.py").write_text("from helper_of_rows import rows\ndef score(prompt, completion): return 1.0\n")
+    target = json.dumps({"file": str(tmp_path / "helped.py")})
+    code = "import sys\nfrom toprope.sdk.adapters import score\nprint(next(score.make(sys.argv[1]).tasks()).prompt)"
+    workers = [subprocess.run([sys.executable, "-c", code, target], capture_output=True, check=True) for _ in range(2)]
+    assert workers[0].stdout == workers[1].stdout != b""
 
 
 def test_seeds_that_a_file_sets_decide_its_rows(tmp_path: Path) -> None:

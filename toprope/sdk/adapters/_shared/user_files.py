@@ -16,7 +16,6 @@ import importlib
 import inspect
 import json
 import os
-import re
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -146,14 +145,14 @@ def prepare(file: Path) -> None:
     """Prepare this process for a user's file.
 
     A worker starts in its scratch folder; it changes to links to what lies beside the file, whose relative paths are
-    of there. NumPy is imported before a file that may draw from it, so that `OwnRandom` sets its generator, too.
+    of there. NumPy is imported before the file, whose helpers may draw from it, so that `OwnRandom` sets its generator,
+    too.
     """
     with contextlib.suppress(OSError):  # a HOME, which nobody can list behind a wall
         if os.path.samefile(os.curdir, tempfile.gettempdir()):
             work_in_links(file.parent)
-    with contextlib.suppress(OSError, ImportError):
-        if re.search(rb"\b(numpy|datasets|pandas|trl)\b", file.read_bytes()):
-            importlib.import_module("numpy")
+    with contextlib.suppress(Exception):  # code that needs a NumPy that is broken tells of it
+        importlib.import_module("numpy")
 
 
 def _drawn(rows: Generator[Any, Any, Any], luck: OwnRandom) -> Iterator[Any]:
