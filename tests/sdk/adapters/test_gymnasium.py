@@ -300,6 +300,8 @@ def test_files_are_listed_without_running_them(tmp_path: Path) -> None:
     assert (lone.name, lone.description, lone.problem) == ("guess", "Guess a number.", "")
     generic = "import gymnasium as gym\n" + GUESS.replace("class Guess", "class Guess(gym.Env[str, int])")
     assert [one.name for one in listed(tmp_path / "generic.py", generic)] == ["generic"]
+    foreign = generic.replace("class Guess", "class Env") + GUESS.replace("class Guess", "class Harder(gym.Env)")
+    assert [one.name for one in listed(tmp_path / "two.py", foreign)] == ["two-env", "two-harder"]
     two = listed(tmp_path / "both.py", GUESS + WALK)
     assert [one.name for one in two] == ["both-guess", "both-walk"]
     assert "No rows" in listed(tmp_path / "sums.py", SUMS)[0].problem

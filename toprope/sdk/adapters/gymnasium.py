@@ -279,7 +279,8 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     for node in tree.body:
         if not isinstance(node, ast.ClassDef):
             continue
-        bases = _bases(node) & classes.keys()
+        # `gym.Env` is not a class `Env` of this file.
+        bases = {base.id for base in _bases(node) if isinstance(base, ast.Name)} & classes.keys()
         if methods := _methods(node).union(*(classes[base][1] for base in bases)):
             classes[node.name] = node, methods
             inherited.update(bases)
@@ -307,15 +308,14 @@ def _name(file: Path, name: str, *, alone: bool) -> str:
     return plain if alone else f"{plain}-{name.lower()}"
 
 
-def _bases(node: ast.ClassDef) -> set[str]:
-    """The names of a class's bases without their modules and type parameters, as in `gym.Env[str, int]`."""
-    plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-    return {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in plain}
+def _bases(node: ast.ClassDef) -> list[ast.expr]:
+    """The bases of a class without their type parameters, as in `gym.Env[str, int]`."""
+    return [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
 
 
 def _methods(node: ast.ClassDef) -> set[str]:
     """The methods of a class if they make it an environment of this kind; empty if not."""
-    bases = _bases(node)
+    bases = {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in _bases(node)}
     defined = {method.name: method for method in node.body if isinstance(method, ast.FunctionDef)}
     if verifiable.BASE in bases and "_generate" in defined:
         return set(defined)
