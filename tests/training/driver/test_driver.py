@@ -193,16 +193,21 @@ class FullApi:
         return True
 
 
-def test_too_long_prompts_fail_groups_then_the_run(
-    member: Member,
-) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (PromptTooLong("no room"), "The environment failed 32 groups one after the other; the last: no room"),
+        (Unanswered("busy"), "A model that the environment asks failed 32 groups one after the other; the last: busy"),
+    ],
+)
+def test_too_many_failed_groups_fail_the_run(member: Member, error: Exception, told: str) -> None:
     class Sampler:
         calls = 0
 
         async def sample(self, *arguments: Any) -> Any:
             await asyncio.sleep(0)
             Sampler.calls += 1
-            raise PromptTooLong("no room for an answer")
+            raise error
 
     async def run() -> None:
         async with asyncio.timeout(10):
@@ -210,8 +215,23 @@ def test_too_long_prompts_fail_groups_then_the_run(
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run())
-    assert "one after the other; the last: no room" in str(caught.value.exceptions[0])
+    assert told in str(caught.value.exceptions[0])
     assert Sampler.calls >= 32
+
+
+def test_validation_tasks_whose_models_do_not_answer_count_for_no_level(member: Member) -> None:
+    errors = iter([Unanswered("busy"), PromptTooLong("no room"), None, None])
+
+    class Some:
+        async def sample(self, *arguments: Any) -> Any:
+            if (error := next(errors)) is not None:
+                raise error
+            return SampledGroup("t", [], ["x"], [Outcome(1.0, success=True)], [[_TURN]], 0.1)
+
+    maker = object.__new__(GroupProducer)
+    maker._environments = only_environment(member, Some())
+    maker._config, maker._sampling = member.spec.config, SAMPLING
+    assert asyncio.run(maker._count_solved("echo", 4, "level-0")) == (2, 3)
 
 
 class Sampler:

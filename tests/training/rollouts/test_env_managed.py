@@ -360,8 +360,12 @@ def test_model_with_a_role_is_asked_with_its_own_key_and_room(tmp_path: Path) ->
             assert not any("stop" in body for _, _, body in other.seen), "the policy's would cut a verdict"
             assert {key for _, key, _ in other.seen} == {"Bearer sk-grader"} and len(other.seen) == 2
             assert {body["max_tokens"] for _, _, body in other.seen} == {900}
-            await own.close()
-            await grader.close()
+            dead = EndpointClient(Endpoint(base_url="http://127.0.0.1:9/v1", model="gone"), None, None, tries=1)
+            sampler.roles = {"grader": dead}
+            with pytest.raises(Unanswered, match=r"^grader \(gone\): Not answered .* cannot be reached"):
+                await sampler.sample(TaskRef("train", 0), 1, SAMPLING)
+            for client in (own, grader, dead):
+                await client.close()
 
     try:
         asyncio.run(work())

@@ -298,7 +298,7 @@ class GroupProducer:
         """Gives a group up; returns 0.
 
         Raises:
-            ComponentFailed: Too many groups of the environment failed in a row.
+            ComponentFailed: Too many groups of the environment failed in a row. It names the models if they failed.
         """
         label = choice.label
         self._account.give_up(reason)
@@ -306,9 +306,15 @@ class GroupProducer:
         is_mixture = len(self._environments.hosts) > 1
         print(f"a group{f' of {label}' if is_mixture else ''} failed: {error}", file=sys.stderr, flush=True)
         if self._failures_in_a_row[label] >= _MAX_FAILURES:
+            name = f"environment {label}" if is_mixture else "environment"
+            how_often = f"{self._failures_in_a_row[label]} groups one after the other; the last: {error}"
+            if reason == _UNANSWERED:
+                raise ComponentFailed(
+                    f"A model that the {name} asks failed {how_often}",
+                    hint="environment.opponent and environment.model_roles name its models; the owner checks them.",
+                )
             raise ComponentFailed(
-                f"The environment {f'{label} ' if is_mixture else ''}failed {self._failures_in_a_row[label]} groups "
-                f"one after the other; the last: {error}",
+                f"The {name} failed {how_often}",
                 hint="describe_environment shows how it scores; read_logs(component='environment') has the details.",
             )
         return 0
@@ -334,24 +340,28 @@ class GroupProducer:
             if progress.is_due(version):
                 host = self._environments.hosts[label]
                 tasks = min(progress.curriculum.window, host.level_sizes[progress.level])
-                successes = await self._count_solved(label, tasks, level_variant(progress.level))
-                self._tasks.add_measure(label, version, successes, tasks)
+                successes, sampled = await self._count_solved(label, tasks, level_variant(progress.level))
+                self._tasks.add_measure(label, version, successes, sampled)
 
-    async def _count_solved(self, label: str, tasks: int, variant: str) -> int:
-        """Number of a level's first validation tasks that one answer each solves; a failed task is not solved."""
+    async def _count_solved(self, label: str, tasks: int, variant: str) -> tuple[int, int]:
+        """Of a level's first validation tasks, one answer each: the number that are solved, and of all that count.
+
+        A failed task is not solved; one whose opponent or model with a role does not answer counts nowhere.
+        """
         limit = asyncio.Semaphore(1 if self._config.algorithm.deterministic else self._config.rollout.concurrency)
         sampler = self._environments.samplers[label]
 
-        async def is_solved(index: int) -> bool:
+        async def is_solved(index: int) -> bool | None:
             async with limit:
                 try:
                     group = await sampler.sample(TaskRef("validation", index, variant), 1, self._sampling)
                 except (WorkerError, PromptTooLong, Unanswered) as error:
                     print(f"a validation task of {label} failed: {error}", file=sys.stderr, flush=True)
-                    return False
+                    return None if isinstance(error, Unanswered) else False
             return group.outcomes[0].success
 
-        return sum(await asyncio.gather(*(is_solved(index) for index in range(tasks))))
+        solved = await asyncio.gather(*(is_solved(index) for index in range(tasks)))
+        return solved.count(True), tasks - solved.count(None)
 
     async def _evaluate_if_due(self, version: int) -> None:
         """Evaluates on validation tasks if enough steps were made since the last evaluation."""

@@ -26,7 +26,7 @@ from toprope.sdk.errors import WorkerError
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.inference.sessions import OPPONENT, UNRECORDED, Turn, new_session
 from toprope.training.inference.tool_calls import answer_id
-from toprope.training.rollouts.endpoint_client import EndpointClient
+from toprope.training.rollouts.endpoint_client import EndpointClient, Unanswered
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
 from toprope.training.rollouts.sampled_group import SampledGroup, excerpt
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
@@ -146,8 +146,11 @@ class EnvManagedSampler(GroupSampler):
             opponent = {"opponent": access.pop(OPPONENT)} if OPPONENT in access else {}
             extra_fields = {**opponent, **({"roles": access} if access else {})}
             answer = await self._run(worker, task, [{**session, **extra_fields} for session in sessions])
-            for proxy in proxies:
-                proxy.raise_failure()
+            for (name, client), proxy in zip(models.items(), proxies, strict=True):
+                try:
+                    proxy.raise_failure()
+                except Unanswered as failure:
+                    raise Unanswered(f"{name} ({client.endpoint.model}): {failure}") from None
         return answer
 
     async def _run(self, worker: EnvironmentWorker, task: TaskRef, sessions: list[dict[str, Any]]) -> WorkerGroup:

@@ -163,7 +163,7 @@ class TaskSampler:
             label: The environment.
             step: Policy version that was measured.
             successes: Tasks that were solved.
-            tasks: Tasks that were sampled.
+            tasks: Tasks that were sampled and count.
         """
         progress = self.curricula[label]
         moved = progress.add_measure(step, successes, tasks).moved
