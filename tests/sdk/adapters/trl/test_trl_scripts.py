@@ -19,6 +19,7 @@ from toprope.sdk.adapters._shared.user_files import data_beside
 from toprope.sdk.adapters._trl.script import TRAINERS
 from toprope.sdk.discovery import parse, script_requirements
 from toprope.sdk.errors import LoadError
+from toprope.sdk.rollouts import Rollout, configure
 from toprope.sdk.worker.service import Service
 from toprope.workbench.interpreters.naming import target_of
 
@@ -296,6 +297,22 @@ def test_a_script_may_load_its_policy_before_the_trainer(tmp_path: Path) -> None
     assert trl.make(target).parts["<lambda>"].weight == 0.5
     for name in ("AutoModelForCausalLM", "HfArgumentParser"):
         assert getattr(transformers, name).__module__.startswith("transformers.")
+
+
+def test_a_reward_that_asks_the_policy_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "judging.py"
+    script.write_text(
+        "from transformers import AutoModelForCausalLM\nfrom trl import GRPOTrainer\n"
+        "judge = AutoModelForCausalLM.from_pretrained('no/such-model').eval()\n"
+        "ways = iter([lambda: float(judge().logits), lambda: judge()[0], lambda: 1 - judge(), lambda: judge()])\n"
+        "def judged(completions, **row): return [next(ways)() for _ in completions]\n"
+        "GRPOTrainer(model='m', reward_funcs=judged, train_dataset=[{'prompt': 'a'}])\n"
+    )
+    environment = configure(trl.make(json.dumps({"file": str(script), "script": True})))
+    for _ in range(4):
+        rollout = Rollout(environment, next(iter(environment.tasks())))
+        rollout.begin()
+        assert "AutoModelForCausalLM is the policy here and is not loaded" in rollout.advance("x").outcome.error
 
 
 def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, script: Path) -> None:

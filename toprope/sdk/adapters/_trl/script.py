@@ -23,7 +23,7 @@ from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.user_files import prepare
 from toprope.sdk.adapters._trl.arguments import ArgumentsError, Parser, ScriptArguments, Settings
 from toprope.sdk.discovery import TRAINING_PACKAGES, script_requirements
-from toprope.sdk.errors import Failure, LoadError
+from toprope.sdk.errors import EnvironmentMistake, Failure, LoadError
 
 __all__ = ["OWN_SAMPLING", "TRAINERS", "Recorded", "run_script", "trainer_call"]
 
@@ -72,7 +72,7 @@ class _AnyName(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything()
+        return cls._other()
 
 
 class _Anything(metaclass=_AnyName):
@@ -81,17 +81,38 @@ class _Anything(metaclass=_AnyName):
     def __init__(self, *positional: Any, **named: Any) -> None:
         pass
 
+    @staticmethod
+    def _other() -> _Anything:
+        return _Anything()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything()
+        return self._other()
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
-        return _Anything()
+        return self._other()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield two, such as the model and the tokenizer that Unsloth loads."""
-        return iter((_Anything(), _Anything()))
+        return iter((self._other(), self._other()))
+
+
+class _Policy(_Anything):
+    """The policy, and what it computes, which a reward must not take for numbers."""
+
+    @staticmethod
+    def _other() -> _Anything:
+        return _Policy()
+
+    def __repr__(self) -> str:
+        return "AutoModelForCausalLM, which is not loaded"
+
+    def _refuse(self, *operands: Any) -> Any:
+        raise EnvironmentMistake("AutoModelForCausalLM is the policy here and is not loaded: a reward cannot use it.")
+
+    __float__ = __int__ = __getitem__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
 
 
 _REPLACED = {
@@ -104,7 +125,8 @@ _REPLACED = {
 }
 _OF_TRANSFORMERS: dict[str, object] = {
     "HfArgumentParser": Parser,
-    **dict.fromkeys(("AutoModelForCausalLM", "BitsAndBytesConfig"), _Anything),  # the policy
+    "AutoModelForCausalLM": _Policy,
+    "BitsAndBytesConfig": _Anything,
 }
 
 
