@@ -20,6 +20,7 @@ _MOST_DIGITS = 400
 _PERCENT = re.compile(r"([\d.]+)%(?!\s*[\w(.])")
 _CALL = re.compile(r"[A-Za-z_]\w*\s*\(")
 _SEPARATOR = re.compile(r",\s")
+_TIGHT = re.compile(r",(?=\S)")
 _THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 
 
@@ -55,8 +56,12 @@ def calculate(text: str) -> int | float:
     if len(text) > _LONGEST:
         raise InvalidRequest(f"An expression may have {_LONGEST} characters; this one has {len(text)}.")
     source = text.strip().rstrip("=?").strip()
-    if _SEPARATOR.search(source):  # then a comma without a space is within a number: max(12,000, 8,500)
-        source = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), source)
+    joined = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), source)
+    if _SEPARATOR.search(source) and joined != source:
+        # Then a comma without a space is within a number, as in max(12,000, 8,500), unless one cannot be.
+        if _TIGHT.search(joined):
+            raise InvalidRequest("A comma may part thousands or arguments here: write the numbers without commas.")
+        source = joined
     for sign, operator_text in (("×", "*"), ("·", "*"), ("÷", "/"), ("−", "-"), ("^", "**"), (",", "")):
         if sign != "," or not _CALL.search(source):  # there a comma separates arguments
             source = source.replace(sign, operator_text)
