@@ -73,10 +73,11 @@ class _Runs(RealHarness):
         status = eventually(sampling, _START_S)
         pids = {name: member.pid for name, member in status.crew.items() if member.pid and member.state == "ready"}
         used, changes = {name: _processor_seconds(pid) for name, pid in pids.items()}, deque[tuple[float, int]]()
-        began = time.monotonic()
+        began, last = time.monotonic(), status.making["rollouts"]
         while time.monotonic() - began < seconds:
-            made = runs.status(folder.run_id).making["rollouts"]
-            if not changes or made != changes[-1][1]:
+            # From change to change: workers that wait end their rollouts together, and a part of a wait is no rate.
+            if (made := runs.status(folder.run_id).making["rollouts"]) != last:
+                last = made
                 changes.append((time.monotonic(), made))
             time.sleep(0.01)
         spent = {name: _processor_seconds(pid) - used[name] for name, pid in pids.items() if psutil.pid_exists(pid)}
