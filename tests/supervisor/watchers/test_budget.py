@@ -117,7 +117,7 @@ def test_use_of_members_on_other_nodes_counts_as_they_report_it(harness, tmp_pat
 
 @pytest.mark.parametrize("others", [2.5e9, 1e9])
 def test_disk_of_all_runs_together_is_held_to_its_limit(harness, tmp_path, monkeypatch, others):
-    """What was left at the start may have gone to runs that started later."""
+    """Runs that started later may have taken the room that was left at the start."""
     for number in range(2):
         Usage(disk_bytes=int(others / 2)).write(RunFolder.create(tmp_path / "runs", f"other-{number}"))
     folder, stops, events = RunFolder.create(tmp_path / "runs", "run-1"), [], []

@@ -29,6 +29,10 @@ from toprope.training.trainer.checkpoints import checkpoint_folder as checkpoint
 from toprope.training.trainer.grpo import GrpoRun
 
 
+def find_no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """While this event is set, the journal's disk has no room."""
@@ -36,7 +40,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def maybe(descriptor: int, parts: Any) -> int:
         if event.is_set():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            find_no_room()
         return writev(descriptor, parts)
 
     monkeypatch.setattr(os, "writev", maybe)
@@ -144,7 +148,7 @@ def test_checkpoint_is_retried_after_full_disk(attempt: Any, tmp_path: Path, mon
     def seal(path: Path) -> None:
         tries.append(path.name)
         if len(tries) in (2, 3):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            find_no_room()
         real(path)
 
     monkeypatch.setattr(checkpoints, "seal", seal)
@@ -160,10 +164,7 @@ def test_checkpoint_is_retried_after_full_disk(attempt: Any, tmp_path: Path, mon
 def test_final_checkpoint_waits_for_disk_until_stop(
     attempt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def seal(path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(checkpoints, "seal", seal)
+    monkeypatch.setattr(checkpoints, "seal", find_no_room)
     monkeypatch.setattr(training_run, "SAVE_AGAIN_S", 0.01)
 
     class Stopped(StandInMember):
@@ -182,10 +183,7 @@ def test_final_checkpoint_waits_for_disk_until_stop(
 def test_stop_names_metrics_without_room_beside_a_checkpoint(
     attempt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(lines: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(PatientLines, "_write", write)
+    monkeypatch.setattr(PatientLines, "_write", find_no_room)
 
     class Stopped(StandInMember):
         def report(self, report: Any) -> None:

@@ -134,10 +134,8 @@ class McpServer:
         except TimeoutError:
             raise InvalidRequest(f"The MCP server did not answer within {self._timeout:g} s.") from None
         except MCPError as error:
-            if error.code in (
-                CONNECTION_CLOSED,
-                INVALID_REQUEST,
-            ):  # over HTTP, the second says that the session is gone
+            # Over HTTP, INVALID_REQUEST says that the session is gone.
+            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):
                 raise
             raise InvalidRequest(str(error)) from None
 

@@ -199,7 +199,7 @@ def cancel_auto_resume(folder: RunFolder, status: Status, why: str = "") -> Stat
 
 def stop_members(sweep: RunFolder) -> None:
     """Order the live members of a sweep to stop, and have lost ones stay as they are. Jobs that still wait for a node
-    start nothing; whoever settles them cancels them."""
+    start nothing; the front end that settles them cancels them."""
     runs = sweep.path.parent
     for folder in (RunFolder(runs / run_id) for run_id in members_in(runs, sweep.run_id)):
         with suppress(TopropeError):  # a damaged one does not keep the others alive

@@ -224,11 +224,10 @@ def _write(usage: Usage, folder: RunFolder) -> None:
 
 def _present_limit_on_disk() -> float:
     """The owner's present limit on all runs, under which later runs may have started; 0 if it cannot be read here."""
-    home = home_of_keeper(os.environ)
-    try:
-        limit = home.limits().get("disk_gb") if home is not None else None
-    except (TopropeError, OSError):
+    if (home := home_of_keeper(os.environ)) is None:
         return 0.0
-    if home is None:
+    try:
+        limit = home.limits().get("disk_gb")
+    except (TopropeError, OSError):
         return 0.0
     return float("inf") if limit is None else limit.max

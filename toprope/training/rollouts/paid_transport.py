@@ -81,7 +81,7 @@ class PaidTransport(httpx.AsyncBaseTransport):
     """Sends requests that the purse has paid. A request that surely was not billed is refunded.
 
     One for which the purse has no money is answered with 402 and its limit (`refused_by`), because the `openai` package
-    tries again after errors. Whoever makes a call counts it in `Purse.in_flight` until it is settled.
+    tries again after errors. The caller counts a call in `Purse.in_flight` until it is settled.
 
     Args:
         inner: Sends them.
