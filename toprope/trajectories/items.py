@@ -37,7 +37,7 @@ class TrajectoryItem(msgspec.Struct):
     `metadata` of a run's rollout: `run`, `environment`, `task`, `group`, `rollout`, `version` (policy version of
     its oldest sampled token), `split`, `success`, `turns`, `truncated`, `error`, `parts`, `tokens` (sampled), and
     `text` (source of the words, see `toprope.trajectories.capture.texts`). If its judge failed, `success` is None and
-    `unscored` True.
+    `unscored` True. Items from outside may have `tools`: those that the assistant could call, in OpenAI's form.
     """
 
     state: str | list[Message]
@@ -95,8 +95,11 @@ def _words(content: Any) -> str:
     return "" if content is None else str(content)
 
 
-def _plain(content: str | list[Message], role: str) -> list[list[str]]:
-    return [[str(message.get("role", "")), _words(message.get("content"))] for message in as_messages(content, role)]
+def _plain(content: str | list[Message], role: str) -> list[list[Any]]:
+    return [
+        [str(message.get("role", "")), _words(message.get("content")), *filter(None, [message.get("tool_calls")])]
+        for message in as_messages(content, role)
+    ]
 
 
 def item_from(data: Any, source: str) -> TrajectoryItem:
@@ -105,7 +108,7 @@ def item_from(data: Any, source: str) -> TrajectoryItem:
     Accepted forms are ours (`state`, `action`), TRL's (`prompt`, `completion`), Alpaca's (`input`, `output`; an
     `instruction` comes before the input, which may then be missing), OpenAI's (`messages`; all from the first answer on
     are the action) and ShareGPT's (`conversations`, with `from` and `value`).
-    `reward`, or `score`, and `metadata` are optional.
+    `reward`, or `score`, `tools` and `metadata` are optional. Tools, a list or its JSON text, are kept in the metadata.
 
     Args:
         data: A JSON object.
@@ -122,6 +125,8 @@ def item_from(data: Any, source: str) -> TrajectoryItem:
     metadata = {str(key): value for key, value in metadata.items()}
     if SEALED in (metadata.get("split"), data.get("split")):
         raise InvalidValue(f"{source} is of the held-out split, which is sealed.", hint="Leave such items out.")
+    if data.get("tools"):
+        metadata["tools"] = _tools(data["tools"], source)
     paired = any(data.keys() >= set(pair) for pair in _PAIRS)
     field = next((name for name in ("messages", "conversations")[: 1 if paired else 2] if data.get(name)), None)
     if field is not None:
@@ -192,6 +197,26 @@ def _with_instruction(data: Mapping[str, Any], source: str) -> Mapping[str, Any]
     if isinstance(question, str) and not question.strip():
         raise InvalidValue(f"{source} has no question: its input is empty.", hint=_SHAPES)
     return data if question is None else {**data, "input": question}
+
+
+def _tools(value: Any, source: str) -> list[dict[str, Any]]:
+    """Return tools in OpenAI's form; ShareGPT's are functions alone, and tables have JSON text."""
+    try:
+        found = msgspec.json.decode(value) if isinstance(value, str) else value
+    except msgspec.DecodeError:
+        found = None
+    tools = [
+        {"type": "function", "function": dict(tool)} if "function" not in tool else dict(tool)
+        for tool in (found if isinstance(found, list) else ())
+        if isinstance(tool, Mapping)
+    ]
+    named = [isinstance(tool["function"], Mapping) and isinstance(tool["function"].get("name"), str) for tool in tools]
+    if not isinstance(found, list) or len(tools) != len(found) or not all(named):
+        raise InvalidValue(
+            f"{source}: tools must be a list of functions with a name, or its JSON text.",
+            hint='A tool is {"type": "function", "function": {"name": "add", "parameters": {...}}}.',
+        )
+    return tools
 
 
 def _messages_or_text(value: Any, source: str) -> str | list[Message]:

@@ -108,10 +108,11 @@ def test_content_id_equals_task_id():
 def test_heldout_items_of_data_set_are_left_out(tmp_path: Path):
     by_id = TrajectoryItem("other words", "x", 1.0, {"task": Task("104 + 1?").id})
     of_mixture = TrajectoryItem("others", "x", 1.0, {"task": f"add/{Task('105 + 1?').id}"})
+    add = {"function": {"name": "add"}}
     made(
         tmp_path / "datasets",
         item(1),
-        item(2, environment="add", parts=["odd"], unscored=True, success=False),
+        item(2, environment="add", parts=["odd"], unscored=True, success=False, tools=[add, 3]),
         item(103),
         by_id,
         of_mixture,
@@ -122,6 +123,7 @@ def test_heldout_items_of_data_set_are_left_out(tmp_path: Path):
     traces, seen = taken(tmp_path, specification)
     assert [trace.messages for trace in traces] == [one.messages for one in (item(1), item(2))]
     assert [trace.verdict for trace in traces] == [{}, {"success": False, "unscored": True}]
+    assert [trace.tools for trace in traces] == [[], [add]]
     assert {(trace.teacher, trace.first_messages) for trace in traces} == {("best@v1", 1)} and traces[
         0
     ].task_id == Task("1 + 1?").id

@@ -256,6 +256,13 @@ def test_unknown_and_null_fields_are_ignored(http: TestClient, engine: ScriptedE
     assert "a\nb" in engine.prompts[0]
 
 
+@pytest.mark.parametrize("calls", [5, {"id": "1"}, ["add"], [{"function": {"name": 3}}]])
+def test_calls_of_another_form_are_refused(http: TestClient, calls: Any) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    answer = http.post("/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 400 and "tool_calls must be a list" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [

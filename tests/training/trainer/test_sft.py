@@ -121,6 +121,21 @@ def test_calls_are_learned_in_the_form_of_the_template():
     assert learned_text(tokenizer, row) == 'add{"a": 1}<|end|>FINAL_ANSWER: 7<|end|>'
 
 
+@pytest.mark.parametrize("shows_tools", [True, False])
+def test_tools_of_a_demonstration_stand_in_its_prompt_as_at_inference(shows_tools: bool):
+    tokenizer = make_tokenizer(RECIPES["embedded-tools"])
+    shown = "{% for tool in tools or () %}TOOL: {{ tool.function.name }}<|end|>{% endfor %}" if shows_tools else ""
+    tokenizer.chat_template = shown + (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    [row] = tokenize_traces(tokenizer, [Trace("t", 0, [TALK[0], TALK[3]], tools=tools)], 500).rows
+    prompt = tokenizer.decode(row["input_ids"])
+    assert ("TOOL: add" in prompt, '<tools>\n{"type": "function"' in prompt) == (shows_tools, not shows_tools)
+    assert learned_text(tokenizer, row) == "FINAL_ANSWER: 7<|end|>"
+
+
 def test_an_answer_that_the_template_does_not_end_is_learned_with_an_end():
     """GLM's ends it with the next message."""
     tokenizer = make_tokenizer(RECIPES["embedded-tools"])

@@ -34,6 +34,8 @@ class Trace(msgspec.Struct, omit_defaults=True):
     verdict: dict[str, Any] = {}
     """Of an item of a data set, as far as it has them: `success`, `score`, `unscored`, and `first_task` and
     `first_prompt`, by which a copy is known as one of a task that may be held out."""
+    tools: list[dict[str, Any]] = []
+    """Tools that the assistant could call, in OpenAI's form."""
     first_messages: int = 0
     """Number of messages of the prompt; 0 if it is unknown, as in files of earlier versions."""
 

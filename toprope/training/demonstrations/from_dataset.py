@@ -106,6 +106,7 @@ async def write_dataset_demonstrations(
                     teacher=source.name,
                     verdict={name: item.metadata[name] for name in _VERDICT if name in item.metadata},
                     first_messages=len(state),
+                    tools=_tools(item.metadata.get("tools")),
                 )
             )
             if len(traces) >= _FLUSH_EVERY:
@@ -136,6 +137,11 @@ def _parts(value: Any) -> dict[str, float]:
     """The numeric parts of a reward; items from outside may have anything there."""
     items = value.items() if isinstance(value, dict) else ()
     return {name: float(part) for name, part in items if isinstance(part, int | float)}
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """The tools of an item; a data set may come from anywhere."""
+    return [tool for tool in value if isinstance(tool, dict)] if isinstance(value, list) else []
 
 
 def _require_unchanged(file: Path, source: DatasetSource) -> None:

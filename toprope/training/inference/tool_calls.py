@@ -50,6 +50,7 @@ _CALL_NAME = re.compile(
 )
 """The name of a call whose arguments follow, of Mistral and of DeepSeek."""
 _DECODER = json.JSONDecoder()
+_CALLS = 'tool_calls must be a list of {"id", "type": "function", "function": {"name", "arguments"}}'
 _INTRODUCTION = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
@@ -351,6 +352,8 @@ class MessageRenderer:
         if not calls:
             message.pop("tool_calls", None)
             return message
+        if not isinstance(calls, list):
+            raise BadRequest(_CALLS)
         text = _sampled_text(calls, turns)
         if text is not None:
             end = next((end for end in self._end_texts if text.endswith(end)), "")
@@ -421,7 +424,7 @@ def _sampled_text(calls: Iterable[Any], turns: Sequence[Turn]) -> str | None:
 def _function(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest('tool_calls must be a list of {"id", "type": "function", "function": {"name", "arguments"}}')
+        raise BadRequest(_CALLS)
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):  # templates encode objects as JSON themselves
         try:

@@ -42,6 +42,7 @@ _TEMPLATE = (
 
 _OTHERS = "Collect or choose others."
 
+_Tools = list[dict[str, Any]] | None
 TokenizedRow = dict[str, list[int]]
 """`input_ids` and `labels` of one sequence, both (tokens,)."""
 
@@ -114,13 +115,13 @@ def _sequences(
     ids: list[int] = []
     labels: list[int] = []
     sequences: list[tuple[list[int], list[int]]] = []
-    rewritten = 0
+    rewritten, tools = 0, trace.tools or None
     for place, message in enumerate(trace.messages):
         if message["role"] != "assistant" or place < trace.first_messages:
             continue
-        prompt, answered = (_prepare(renderer, trace.messages[:end]) for end in (place, place + 1))
-        prompt_text, prompt_ids = _render(tokenizer, prompt, prompt=True)
-        text, answered_ids = _render(tokenizer, answered, prompt=False)
+        prompt, answered = (_prepare(renderer, trace.messages[:end], tools) for end in (place, place + 1))
+        prompt_text, prompt_ids = _render(tokenizer, prompt, tools, prompt=True)
+        text, answered_ids = _render(tokenizer, answered, tools, prompt=False)
         if answered_ids[: len(prompt_ids)] != prompt_ids:
             if not text.startswith(prompt_text):
                 rewritten += 1
@@ -138,18 +139,18 @@ def _sequences(
     return [*sequences, (ids, labels)] if ids else sequences, rewritten
 
 
-def _prepare(renderer: MessageRenderer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _prepare(renderer: MessageRenderer, messages: list[dict[str, Any]], tools: _Tools) -> list[dict[str, Any]]:
     """Messages as inference sends them; what it refuses, such as images, is left to the template."""
     try:
-        return renderer.prepare(messages, None, ())
+        return renderer.prepare(messages, tools, ())
     except BadRequest:
         return messages
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> tuple[str, list[int]]:
+def _render(tokenizer: Any, messages: list[dict[str, Any]], tools: _Tools, *, prompt: bool) -> tuple[str, list[int]]:
     """The text and token ids of a prompt, or of a conversation."""
     try:
-        text = _text(tokenizer, messages, None, prompt=prompt)
+        text = _text(tokenizer, messages, tools, prompt=prompt)
     except TemplateTooSlow:
         raise
     except Exception as error:  # a template is a program from the model and may raise anything
@@ -161,7 +162,7 @@ def _token_ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _text(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, prompt: bool) -> str:
+def _text(tokenizer: Any, messages: list[dict[str, Any]], tools: _Tools, *, prompt: bool) -> str:
     with render_limit():
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt))
 
