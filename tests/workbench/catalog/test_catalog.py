@@ -354,6 +354,9 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
     assert "looks for" not in failed(entry, WorkerError("raised", "FileNotFoundError", told)).hint
     told = "No such task. Make sure the benchmark package is installed (e.g., pip install far-tasks)."
     assert "asks for far-tasks" in failed(entry, WorkerError("raised", "EnvironmentMistake", told)).hint
+    for lack in ("builder is required but was not found on PATH.", "The package builder is not installed."):
+        told = f"RuntimeError: {lack} Install with `pip install builder`."
+        assert "asks for builder. If the owner agrees" in failed(entry, WorkerError("load", "LoadError", told)).hint
     keyed = failed(entry, WorkerError("raised", "ValueError", "Missing key. Set FAR_API_KEY"))
     assert "settings.yaml gives it to environments, variables: {environment: {FAR_API_KEY: ...}}" in keyed.hint
     for name in ("HF_TOKEN", "MY_ACCESS_TOKEN", "CLIENT_SECRET"):

@@ -71,7 +71,10 @@ _VARIABLE = re.compile(
 )
 """A variable that a text asks to set; a knob has a name in small letters."""
 _OF_ROLLOUT = re.compile(r"did not answer '(?:begin|advance|settle|score|run)'")
-_IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): |\bCould not import\b|\bMake sure [^.]{1,60} installed\b")
+_IMPORT = re.compile(
+    r"\b(?:ImportError|ModuleNotFoundError): |\bCould not import\b|\bMake sure [^.]{1,60} installed\b|"
+    r"\bis not installed\b|\bnot found (?:on|in) (?:your |the )?PATH\b"
+)
 _PROGRAM = re.compile(r"\[Errno 2\] No such file or directory: '(?P<program>[\w+-]+)'")
 _OTHER_VERSION = re.compile(r"; the installed (?P<package>[\w.-]+) (?P<version>\S+) lacks it\)?$")
 _LACKS = re.compile(
