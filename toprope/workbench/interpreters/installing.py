@@ -223,7 +223,7 @@ class Installer:
     def _resolve(self, name: str, wanted: Wanted, constraint: str) -> list[Pin]:
         if not (self._uv or self._pip_alone or wanted.offline):
             self._fetch_uv()
-        unsaid = self._unsaid(name, wanted)
+        unpinnable = self._unpinnable(name, wanted)
         requirements_file = self._file("requirements.txt", map(_as_line, wanted.requirements))
         constraints_file = self._file("constraints.txt", [constraint] if constraint else [])
         out, log = self._venv.parent / "resolved", self._venv.parent / "pip.log"
@@ -253,8 +253,11 @@ class Installer:
             raise failure(name, lines, offline=wanted.offline, constraint=constraint, required=required)
         pins = _pins_of_uv(out, wanted.find_links) if self._uv else _pins_of_pip(out)
         if not self._uv:
-            self._unsaid(name, wanted, [pin.line for pin in pins if " @ " in pin.line])  # a build may have told some
-        require_kept(pin.name for pin in pins if " @ " not in pin.line and canonicalize_name(pin.name) in unsaid)
+            self._unpinnable(
+                name, wanted, [pin.line for pin in pins if " @ " in pin.line]
+            )  # a build may have told some
+        by_name = (pin.name for pin in pins if " @ " not in pin.line)
+        require_kept(package for package in by_name if canonicalize_name(package) in unpinnable)
         return [pin for pin in pins if pin.name.lower() not in wanted.left_out]
 
     def _leaves_to_pip(self, wanted: Wanted, lines: Sequence[str]) -> bool:
@@ -264,27 +267,27 @@ class Installer:
         """
         required, said = [*wanted.requirements, *wanted.folders], "\n".join(lines)
         unsolved = "No solution found" in said and not any(word in said for word in ("pre-release", "credentials"))
-        needs_uv = list(overrides(required)) or sourced(required, wanted.extra_indexes)[0]
+        needs_uv = list(overrides(required)) or sourced(required, wanted.extra_indexes).by_uv
         if not self._of_pip or unsolved or needs_uv:
             return False
         self._uv, self._of_pip, self._pip_alone = None, [], True
         return True
 
-    def _unsaid(self, name: str, wanted: Wanted, more: Sequence[str] = ()) -> set[str]:
-        """Return packages that no pin may have: a project says where they come from, and strangers may have others.
+    def _unpinnable(self, name: str, wanted: Wanted, more: Sequence[str] = ()) -> set[str]:
+        """Return packages that no pin may name: a project says where they come from, and strangers may have others.
 
         Raises:
             EnvironmentFailed: uv alone takes packages from there, and cannot be had; see `sourced`.
         """
         required = (*wanted.requirements, *wanted.folders, *more)
-        needed, unsaid = sourced(() if wanted.offline else required, wanted.extra_indexes)
-        if needed and not self._uv:
+        by_uv, unpinnable = sourced(() if wanted.offline else required, wanted.extra_indexes)
+        if by_uv and not self._uv:
             raise EnvironmentFailed(
-                f"{name} needs uv, which could not be had or run: {', '.join(needed)}, or what they require, may come "
+                f"{name} needs uv, which could not be had or run: {', '.join(by_uv)}, or what they require, may come "
                 "from places that pip does not read (tool.uv.sources). An index may have packages of strangers.",
                 hint="Install uv, and add it again.",
             )
-        return unsaid
+        return unpinnable
 
     def _fetch_uv(self) -> None:
         command = fetched_uv(self._pip(), self._venv.parent / "uv", self._commands)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -67,57 +67,92 @@ def overrides(requirements: Iterable[str]) -> Iterator[str]:
                 yield line
 
 
-def sourced(requirements: Iterable[str], indexes: Collection[str] = ()) -> tuple[list[str], set[str]]:
-    """Return packages that projects have uv take from places of their own, which pip does not read: by the name alone
-    an index would give it what anyone may own.
+class Sourced(NamedTuple):
+    """Packages that projects have uv take from places of their own: by their names alone, an index would give what
+    anyone may own."""
+
+    by_uv: list[str]
+    """Those that uv alone finds, because pip does not read these places, and those by an address, whose own projects
+    are not read here."""
+    unpinnable: set[str]
+    """Those of which a pin, a name and a version, does not say the place; see `require_kept`."""
+
+
+def sourced(requirements: Iterable[str], indexes: Collection[str] = ()) -> Sourced:
+    """Return the packages that the projects of requirements, and the local projects that these require, give places.
 
     Args:
         requirements: Requirements, and paths of folders.
         indexes: URLs of indexes that are asked for all packages.
 
-    Returns:
-        Packages that only uv finds, and those by an address, whose own projects are not read here; and those that must
-        not be installed by name and version: see `require_kept`.
-
     Raises:
         InvalidValue: A place holds a password.
     """
-    texts = sorted(requirements, key=lambda text: not _address_in(text))  # what names alone ask of these comes after
-    ours = [Requirement(line) for line in overrides(texts)]
-    versions = {canonicalize_name(one.name) for one in ours if not one.url}
-    needed: list[str] = [canonicalize_name(one.name) for one in ours if one.url]
-    unsaid: set[str] = set()
-    allowed, seen = _indexes(indexes), set[tuple[Path, frozenset[str]]]()
-    folders: dict[str | None, Path] = {}
-    for text in texts:  # grows
+    return _Walk(requirements, indexes).sourced()
+
+
+class _Walk:
+    """A walk through local projects, from what is required to what that requires; see `sourced`."""
+
+    def __init__(self, requirements: Iterable[str], indexes: Collection[str]) -> None:
+        # What names alone ask of a project comes after it.
+        self._asked = sorted(requirements, key=lambda text: not _address_in(text))
+        self._indexes = _indexes(indexes)
+        ours = [Requirement(line) for line in overrides(self._asked)]
+        self._versioned = {canonicalize_name(one.name) for one in ours if not one.url}
+        """Packages whose version the owner or a project chooses, from the usual index."""
+        self._by_uv: list[str] = [canonicalize_name(one.name) for one in ours if one.url]
+        self._unpinnable: set[str] = set()
+        self._folders: dict[str | None, Path] = {}
+        """Local projects by name."""
+
+    def sourced(self) -> Sourced:
+        read = set[tuple[Path, frozenset[str]]]()
+        for text in self._asked:  # grows
+            folder = self._folder_of(text)
+            if folder is None:
+                continue
+            extras = frozenset(Requirement(text).extras if package_of(text) else ())
+            if (folder, extras) not in read:
+                read.add((folder, extras))
+                self._read(folder, extras)
+        return Sourced(list(dict.fromkeys(self._by_uv)), self._unpinnable)
+
+    def _folder_of(self, text: str) -> Path | None:
+        """Return the folder of a local project; None for what is none, of which uv may know more than pip."""
         address = _address_in(text)
-        # By name again, with other extras: an extra may name others.
-        place = local_path(address) if address else folders.get(package_of(text))
-        if place is None or not place.is_dir() or "#" in address:  # a part of it
-            if address and not urlsplit(address).path.endswith(".whl"):  # a wheel has no sources
-                needed.append(package_of(text) or text)
-            continue
-        asked = (place, frozenset(Requirement(text).extras if package_of(text) else ()))
-        if asked in seen:
-            continue
-        seen.add(asked)
-        project, known = pyproject_of(place), _sources(_places(place))
-        folders.setdefault(project_name(project), place)
-        dropped = set(_declared(project, place)[1]) - versions
-        needed += sorted(dropped)
-        unsaid |= {name for name in dropped if not known[name].indexes or known[name].indexes - allowed}
-        builds = [(line, True) for line in _strings(_table(project, "build-system").get("requires"))]
-        for line, is_build in (*builds, *((line, False) for line in _required(project, known, asked[1]))):
+        # A name may come again with other extras, and an extra may name others.
+        place = local_path(address) if address else self._folders.get(package_of(text))
+        if place is not None and place.is_dir() and "#" not in address:  # behind it is a part of the folder
+            return place
+        if address and not urlsplit(address).path.endswith(".whl"):  # a wheel has no sources
+            self._by_uv.append(package_of(text) or text)
+        return None
+
+    def _read(self, folder: Path, extras: Collection[str]) -> None:
+        project, known = pyproject_of(folder), _sources(_places(folder))
+        self._folders.setdefault(project_name(project), folder)
+        for name in sorted(set(_declared(project, folder)[1]) - self._versioned):
+            self._by_uv.append(name)
+            if not known[name].indexes or known[name].indexes - self._indexes:
+                self._unpinnable.add(name)
+        for line in _strings(_table(project, "build-system").get("requires")):
             name, source = _source_of(line, known)
             if source is None:
-                texts.append(line)
-            elif is_build or name not in versions:
-                needed.append(name)
-                unsaid |= {name} if source.indexes - allowed and not is_build else set()
+                self._asked.append(line)
+            else:
+                self._by_uv.append(name)  # installed while the project is built, so no pin has it
+        for line in _required(project, known, extras):
+            name, source = _source_of(line, known)
+            if source is None:
+                self._asked.append(line)
+            elif name not in self._versioned:
+                self._by_uv.append(name)
+                if source.indexes - self._indexes:
+                    self._unpinnable.add(name)
                 there = source.address() or _address_of_member(name, source)
-                if there.startswith("file:") and not is_build:
-                    texts.append(_at(Requirement(line), there))
-    return list(dict.fromkeys(needed)), unsaid
+                if there.startswith("file:"):
+                    self._asked.append(_at(Requirement(line), there))
 
 
 def require_kept(lost: Iterable[str]) -> None:
