@@ -313,7 +313,7 @@ def is_solved(
     """Return True if a rollout solved its task.
 
     Without `success_reward`, the parts with the largest weight have to be as large as they can be: further parts reward
-    formats, or punish, and cannot all be at their best.
+    formats, or punish, and cannot all be at their best. Nor can functions called penalties, which give 0 at most.
 
     Args:
         unnamed: Parts whose rewards have names of their own; if one has the largest weight, the reward has to be as
@@ -324,6 +324,7 @@ def is_solved(
     weighted = [name for name, part in parts.items() if part.weight > 0]
     if not weighted:  # penalties alone, or no part with a name
         return bool(reward >= (0.0 if any(part.weight for part in parts.values()) else 1.0) - 1e-9)
+    weighted = [name for name in weighted if "penalty" not in name.lower()] or weighted
     most = max(parts[name].weight for name in weighted)
     main = [name for name in weighted if parts[name].weight >= most - 1e-9]
     if any(name in unnamed for name in main):
