@@ -177,6 +177,10 @@ def test_judge_names_split_and_process_problems() -> None:
     assert named(seen_with(*SOUND, splits={"train": same})) == {"one_answer": "critical"}
     starts = SplitSeen(tuple(TaskSeen(str(n), "Guess the number.", None) for n in range(20)), 400, False)
     assert named(seen_with(*SOUND, splits={"train": starts, "heldout": starts})) == {"one_prompt": "note"}
+    words = SplitSeen(tuple(TaskSeen(str(n), f"A word of {n % 3} letters.", None) for n in range(90)), 90, False)
+    fewer = SplitSeen(words.tasks[:30], 30, False)
+    [few] = judge(seen_with(*SOUND, splits={"train": words, "heldout": fewer}))
+    assert few.rule == "one_prompt" and few.what.startswith("All 120 tasks that were looked at have 3 prompts:")
     odd = seen_with(
         *SOUND,
         ended=[Ended("score long", True, "no answer")],
@@ -242,6 +246,10 @@ def test_overlap_leaves_out_prompts_that_tasks_of_a_split_share() -> None:
     assert overlap(hidden[:8], hidden).copies == 0
     numbers = [("Guess the number.", str(number)) for number in range(30)]
     assert overlap(numbers[:8], numbers).copies == 0
+    boards = [(f"The opponent starts at {place}.", None) for place in range(9) for _ in range(3)]
+    assert overlap(boards[::3], boards).copies == 0, "games that begin in few ways"
+    rows = [(f"Question {row // 2 if row < 20 else row}", None) for row in range(100)]
+    assert overlap(rows[::2], rows[1::2]).copies == 10, "some rows are there twice"
     accepted = [(f"Who wrote book {book}?", f"author {name}") for book in range(10) for name in range(3)]
     assert overlap(accepted[::3], accepted[1::3]).copies == 10, "questions with several accepted answers"
 

@@ -135,15 +135,18 @@ def one_answer(seen: Observed) -> Finding | None:
 
 
 def one_prompt(seen: Observed) -> Finding | None:
-    """All tasks of all splits have one prompt, and no references that tell them apart."""
+    """All tasks of all splits have one prompt, or few, and no references that tell them apart."""
     tasks = [task for split in seen.splits.values() if not split.shared for task in split.tasks]
-    if len(tasks) < _FEW_ALIKE or len({(task.prompt, task.reference) for task in tasks}) > 1:
+    prompts = {(task.prompt, task.reference) for task in tasks}
+    few = 2 * len(prompts) <= len(tasks) and all(reference is None for _, reference in prompts)
+    if len(tasks) < _FEW_ALIKE or (len(prompts) > 1 and not few):
         return None
+    share = "the same prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
     return Finding(
         "one_prompt",
         "note",
-        f"All {len(tasks)} tasks that were looked at have the same prompt: unless something else tells them apart, "
-        "held-out tasks are those of training.",
+        f"All {len(tasks)} tasks that were looked at have {share}: unless something else tells them apart, held-out "
+        "tasks are those of training.",
         "tasks differ in their prompts, or in what they hide or reset() tells",
         "fine if each hides something else, such as a number to guess; otherwise "
         + seen.advice(

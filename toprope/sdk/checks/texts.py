@@ -50,13 +50,14 @@ def words_of(text: str) -> list[str]:
 def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, str | None]]) -> Overlap:
     """Count tasks of one split that are copies or near copies of another's.
 
-    A prompt that most tasks of a split share tells no task from another: something hidden differs.
+    Prompts that most tasks of a split share, one among all or each with another, tell no task from another: something
+    hidden differs.
 
     Args:
         unseen: Prompts and right answers of tasks that must not occur elsewhere.
         seen: Prompts and right answers of the other split.
     """
-    shared = _prompt_of_most(unseen) | _prompt_of_most(seen)
+    shared = _prompts_of_most(unseen) | _prompts_of_most(seen)
     tasks = len(unseen)
     unseen = [pair for pair in unseen if pair[0] not in shared]
     seen = [pair for pair in seen if pair[0] not in shared]
@@ -77,9 +78,11 @@ def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, 
     return Overlap(tasks, sum(copies), near)
 
 
-def _prompt_of_most(tasks: Sequence[tuple[str, str | None]]) -> set[str]:
+def _prompts_of_most(tasks: Sequence[tuple[str, str | None]]) -> set[str]:
     counts = Counter(prompt for prompt, _ in tasks)
-    return {prompt for prompt, count in counts.most_common(1) if count > max(len(tasks) / 2, 1)}
+    most = {prompt for prompt, count in counts.most_common(1) if count > max(len(tasks) / 2, 1)}
+    repeated = {task: count for task, count in Counter(tasks).items() if task[1] is None and count > 1}
+    return most | {prompt for prompt, _ in repeated} if sum(repeated.values()) > len(tasks) / 2 else most
 
 
 def _middles(tasks: Sequence[Sequence[str]]) -> list[Sequence[str]]:
