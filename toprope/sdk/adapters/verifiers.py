@@ -315,19 +315,14 @@ def make(target: str) -> OwnLoop:
     lead_to_judge()  # before authors' modules are imported: they may make clients then
     load_numpy()
     with OwnRandom("tasks"):  # every worker has to find the same tasks
-        if hasattr(verifiers, "SingleTurnEnv") and (
-            environment := _before(target, str(getattr(verifiers, "__version__", "?")))
-        ):
+        if hasattr(verifiers, "SingleTurnEnv") and (environment := _before(target)):
             return environment
+        _check_version(target, str(getattr(verifiers, "__version__", "?")))
         return Verifiers(*_taskset(target))
 
 
-def _before(target: str, version: str) -> OwnLoop | None:
-    """Make the environment of a module with `load_environment`; None if it has none and this verifiers has tasksets.
-
-    Raises:
-        LoadError: It has none, and this verifiers is too old for tasksets.
-    """
+def _before(target: str) -> OwnLoop | None:
+    """Make the environment of a module with `load_environment`; None if it has none."""
     module = target
     if ".py" in target:
         path = Path(target.partition(".py")[0] + ".py")
@@ -336,14 +331,18 @@ def _before(target: str, version: str) -> OwnLoop | None:
         module = path.stem
     if loads_environment(module):
         return LoadedEnvironment(module)
-    try:  # versions between have both interfaces
-        importlib.import_module("verifiers.v1.utils.loaders")
+    return None
+
+
+def _check_version(target: str, version: str) -> None:
+    """Raise LoadError if this verifiers is too old for tasksets."""
+    try:
+        importlib.import_module("verifiers.v1.harnesses.utils.mcp")  # since 0.4
     except ImportError:
         raise LoadError(
-            f"{module} has no load_environment, and tasksets are played by {REQUIREMENTS[0]}, not {version}. Add it "
+            f"{target} has no load_environment, and tasksets are played by {REQUIREMENTS[0]}, not {version}. Add it "
             f"again with -r '{REQUIREMENTS[0]}'; if its own requirements exclude that, change them in a copy."
         ) from None
-    return None
 
 
 def _taskset(target: str) -> tuple[str, str]:

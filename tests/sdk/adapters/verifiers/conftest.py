@@ -165,6 +165,7 @@ def open_taskset(stand_in: Callable[..., None], unled: None, monkeypatch: pytest
             "verifiers.v1.configs.agent": {"agent_config_fields": lambda config: {}},
             "verifiers.v1.configs.env": {"default_agent_harness": lambda taskset: Thing(id="bash")},
             "verifiers.v1.dialects.chat": {"message_to_wire": lambda message: message},
+            "verifiers.v1.harnesses.utils.mcp": {},
             "verifiers.v1.interception": {"InterceptionServer": InterceptionServer},
             "verifiers.v1.runtimes": {"SubprocessConfig": Thing},
             "verifiers.v1.types": {"SamplingConfig": Thing},

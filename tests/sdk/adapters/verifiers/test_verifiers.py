@@ -313,9 +313,12 @@ def test_a_version_with_both_interfaces_plays_tasksets(
     stand_in("verifiers", SingleTurnEnv=object)
     open_taskset(rewards=[reward("exact", 1.0, float)])
     assert isinstance(verifiers.make("copy_words"), verifiers.Verifiers)
-    monkeypatch.setitem(sys.modules, "verifiers.v1.utils.loaders", None)
-    with pytest.raises(LoadError, match=r"played by verifiers==0\.4\.\*, not .*-r 'verifiers==0\.4\.\*'"):
-        verifiers.make("copy_words")
+    monkeypatch.setitem(sys.modules, "verifiers.v1.harnesses.utils.mcp", None)  # 0.3 has the loaders, too
+    for has_both in (True, False):
+        if not has_both:
+            monkeypatch.delattr(sys.modules["verifiers"], "SingleTurnEnv")
+        with pytest.raises(LoadError, match=r"played by verifiers==0\.4\.\*, not .*-r 'verifiers==0\.4\.\*'"):
+            verifiers.make("copy_words")
 
 
 def test_harness_that_needs_a_container_is_refused_with_the_knob(
