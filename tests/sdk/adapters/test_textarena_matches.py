@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from toprope.sdk.adapters import gymnasium, textarena
 from toprope.sdk.adapters._textarena import match
 from toprope.sdk.adapters.textarena import TextArena
 from toprope.sdk.authoring.environment import Task
@@ -107,3 +111,39 @@ def test_seat_whose_context_is_full_ends_the_game(answers: int, monkeypatch: pyt
         (None, 2, False, 0.0),
         (None, 1, True, 0.0),
     ]
+
+
+OWN = '''
+import textarena as ta
+
+
+class Countdown(ta.Env):
+    """Say a number."""
+
+    def __init__(self, start: int = 7, names=None):
+        self.start, self.kept = start, {kept}
+
+    def reset(self, num_players: int, seed=None): ...
+
+    def step(self, action: str): ...
+'''
+
+
+def test_games_of_a_file_are_textarenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gymnasium's adapter, which plays classes with `reset` and `step`, leaves them to it."""
+    core, registration = ModuleType("textarena"), ModuleType("textarena.envs.registration")
+    core.Env, registration.ENV_REGISTRY = object, {}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "textarena", core)
+    monkeypatch.setitem(sys.modules, "textarena.envs", ModuleType("textarena.envs"))
+    monkeypatch.setitem(sys.modules, "textarena.envs.registration", registration)
+    for kept, kind in (("ta.SinglePlayerState", textarena.TextArena), ("ta.TwoPlayerState", match.Match)):
+        file = tmp_path / f"{kind.__name__.lower()}.py"
+        file.write_text(OWN.replace("{kept}", f"'{kept}'"))
+        tree = ast.parse(file.read_text())
+        [listed] = textarena.declared(file, tree)
+        assert listed.name == file.stem and listed.description == "Say a number."
+        assert gymnasium.declared(file, tree) == []
+        environment = textarena.make(listed.target)
+        assert isinstance(environment, kind) and environment.Knobs().start == 7  # type: ignore[attr-defined]
+        assert environment.files == (str(file),) and environment.name == "textarena/Countdown"
+    assert textarena.declared(file, ast.parse(OWN.replace("textarena", "gymnasium"))) == []

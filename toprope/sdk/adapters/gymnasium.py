@@ -324,11 +324,17 @@ def _methods(node: ast.ClassDef) -> set[str]:
     if _STEPPING in bases:
         return {"init", "step", *defined}
     excluded = node.name.startswith("_") or node.name.endswith("Client")  # the latter asks a server
+    excluded |= "reset" in defined and _requires(defined["reset"], "num_players")  # a game of TextArena
     if excluded or "step" not in defined or len(defined["step"].args.args) != 2:
         return set()
     if "BaseTextEnv" in bases:
         return {"init", *defined}
     return set(defined) if "reset" in defined and (not bases or bases & _BASES) else set()
+
+
+def _requires(method: ast.FunctionDef, name: str) -> bool:
+    arguments = method.args.args
+    return name in [argument.arg for argument in arguments[: len(arguments) - len(method.args.defaults)]]
 
 
 def _maker(target: Mapping[str, Any]) -> tuple[Callable[..., Any], UserFile | None]:

@@ -1,9 +1,9 @@
 """Games of TextArena for one player; `toprope.sdk.adapters._textarena.match` has those for several, and those that ask
 a model.
 
-The target is the id of a game, such as `GuessTheNumber-v0`. Task n is the game with seed n; games with the same
-beginning count as one task, so that held-out games are not trained on. Rollouts of a group play the same game with the
-same randomness.
+The target is the id of a game, such as `GuessTheNumber-v0`, or `/path/file.py:Class`. Task n is the game with seed n;
+games with the same beginning count as one task, so that held-out games are not trained on. Rollouts of a group play
+the same game with the same randomness.
 
 TextArena uses global random generators and shares a process here, so each rollout has its own generator states, which
 are set around every call. A game is created and started once per task; rollouts play on copies.
@@ -26,6 +26,7 @@ from typing import Any
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._textarena.asked import ASKS, lead_to_judge
+from toprope.sdk.adapters._textarena.files import declared, game_of
 from toprope.sdk.adapters._textarena.games import LIMITS, Games, answer_limit, game_knobs, plain_arguments, seen_text
 from toprope.sdk.adapters._textarena.match import Match, tags_of
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
@@ -33,7 +34,7 @@ from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.discovery import imports_in, literal, parse
 from toprope.sdk.errors import LoadError
 
-__all__ = ["PACKAGE", "PYTHON", "REQUIREMENTS", "TextArena", "installed", "make"]
+__all__ = ["PACKAGE", "PYTHON", "REQUIREMENTS", "TextArena", "declared", "installed", "make"]
 
 PACKAGE = "textarena"
 REQUIREMENTS = ("textarena==0.7.*", "numpy")
@@ -143,6 +144,11 @@ def make(target: str) -> TextArena | Match:
         raise LoadError(
             f"TextArena is not installed ({error}). Install it: {sys.executable} -m pip install textarena numpy"
         ) from error
+    if ".py:" in target:
+        user, kind, specification = game_of(target)
+        environment = _made(kind.__name__, specification, kind, user.path.read_text("utf-8", "replace"))
+        environment.files = user.files(None)
+        return environment
     if target not in ENV_REGISTRY:
         plain = [name for name in ENV_REGISTRY if not name.endswith(_VARIANTS)]
         raise LoadError(f"TextArena has no game {target!r}. {nearest(target, plain, 'Games')[:2000]}")
@@ -157,7 +163,11 @@ def make(target: str) -> TextArena | Match:
         ) from error
     except ModuleNotFoundError as error:
         raise LoadError(f"{target} needs {error.name}: {sys.executable} -m pip install {error.name}") from error
-    text = Path(sys.modules[module].__file__ or "").read_text("utf-8", "replace")
+    return _made(target, specification, kind, Path(sys.modules[module].__file__ or "").read_text("utf-8", "replace"))
+
+
+def _made(target: str, specification: Any, kind: type, text: str) -> TextArena | Match:
+    """Make the environment of a game whose file has a text."""
     alone, asks = _ONE_PLAYER in text, ASKS in text
     if alone and not asks:
         return TextArena(target, specification, kind)
