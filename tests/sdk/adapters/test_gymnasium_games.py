@@ -197,3 +197,17 @@ def test_repeated_questions_of_a_verifiable_environment_are_one_task(tmp_path: P
         [listed] = declared(file, ast.parse(file.read_text()))
         tasks = configure(make(listed.target)).tasks()
         assert len({next(tasks).content for _ in range(40)}) == questions
+
+
+def test_class_that_counts_its_actions_gets_numbers(tmp_path: Path) -> None:
+    """It has no action space; one that takes texts may count something else."""
+    file = tmp_path / "sliding.py"
+    for kind, prompt in (("int", "0\nAnswer with a number from 0 to 3."), ("str", "0")):
+        file.write_text(
+            "class Sliding:\n    action_size = 4\n\n    def reset(self, seed=None):\n        return 0\n\n"
+            f"    def step(self, action: {kind}):\n        return action, float(action == 3), action == 3, {{}}\n"
+        )
+        [listed] = declared(file, ast.parse(file.read_text()))
+        rollout = begun(configure(make(listed.target)))
+        assert rollout._environment.messages[0]["content"] == prompt
+        assert (rollout.advance("I go 3").outcome is not None) == (kind == "int")

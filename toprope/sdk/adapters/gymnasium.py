@@ -21,7 +21,8 @@ SkyRL-gym):
   observations, reward and done.
 
 Task n is the environment after a reset with seed n, or row n. The environment tells of success by `success`,
-`is_success`, `correct` or `won` in the last dict. An action space of n numbers is answered with a number.
+`is_success`, `correct` or `won` in the last dict. An action space of n numbers is answered with a number, as is
+`step(action: int)` of a class that counts its actions (`action_size`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from toprope.sdk.adapters._gymnasium.spaces import (
     numbers,
     pair_of,
     parameters_of,
+    start_of,
     stepped,
     takes,
 )
@@ -249,7 +251,7 @@ class Gymnasium(Environment):
         count = count_of(self._game)
         if count is None:
             return text
-        start = int(getattr(self._game.action_space, "start", 0))
+        start = start_of(self._game)
         found = re.findall(r"-?\d+", text)
         return int(found[-1]) if found and start <= int(found[-1]) < start + count else None
 

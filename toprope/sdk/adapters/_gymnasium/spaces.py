@@ -20,6 +20,7 @@ __all__ = [
     "numbers",
     "pair_of",
     "parameters_of",
+    "start_of",
     "stepped",
     "takes",
 ]
@@ -27,6 +28,8 @@ __all__ = [
 LIMITS = ("max_turns", "max_steps", "_max_episode_steps", "max_episode_steps")
 """Names of the largest number of steps."""
 UNKNOWN_LIMIT, LARGEST_LIMIT = 50, 1000
+_COUNTS = ("action_size", "num_actions", "n_actions")
+"""Names of the number of actions in classes without an action space."""
 
 
 def limit_of(game: Any) -> int:
@@ -46,14 +49,24 @@ def limit_of(game: Any) -> int:
 def count_of(game: Any) -> int | None:
     """Return the number of actions if they are numbers; None for texts, and for several bits at once."""
     space = getattr(game, "action_space", None)
+    if space is None:
+        actions = parameters_of(game.step)[:1] if hasattr(game, "step") else []
+        is_number = any(action.annotation in (int, "int") for action in actions)
+        counts = [getattr(game, name, None) for name in _COUNTS] if is_number else []
+        return next((count for count in counts if isinstance(count, int) and count > 0), None)
     count = None if type(space).__name__ == "MultiBinary" else getattr(space, "n", None)
     return None if count is None else int(count)
 
 
+def start_of(game: Any) -> int:
+    """Return the first of the actions that are numbers."""
+    return int(getattr(getattr(game, "action_space", None), "start", 0))
+
+
 def numbers(game: Any) -> str:
     """Return what the policy is told about actions that are numbers."""
-    start = int(getattr(game.action_space, "start", 0))
-    return f"Answer with a number from {start} to {start + int(game.action_space.n) - 1}."
+    start = start_of(game)
+    return f"Answer with a number from {start} to {start + (count_of(game) or 0) - 1}."
 
 
 def pair_of(value: Any) -> tuple[Any, Mapping[str, Any]]:
