@@ -28,7 +28,7 @@ from tests.sdk.adapters.inspect.conftest import (
 from toprope.sdk.adapters import inspect_ai
 from toprope.sdk.adapters._inspect_ai import commands
 from toprope.sdk.adapters._inspect_ai.commands import confine_commands
-from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
+from toprope.sdk.adapters._inspect_ai.named_models import NO_KEY, play_named_models
 from toprope.sdk.adapters._inspect_ai.provider import Rollout
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Task
@@ -265,6 +265,7 @@ def test_models_that_a_task_names_are_played_by_roles(
     stand_in("solver_of_a_package", get_model=get_model)
     play_named_models()
     play_named_models()
+    monkeypatch.setenv("OPENAI_API_KEY", NO_KEY)  # that agents' clients have
     import solver_of_a_package  # type: ignore[import-not-found]
     from inspect_ai.model import get_model as patched  # type: ignore[import-not-found]
 

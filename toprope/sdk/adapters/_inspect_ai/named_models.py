@@ -15,11 +15,13 @@ import sys
 from copy import copy
 from typing import Any
 
-__all__ = ["GRADER", "PROVIDER", "ROLE_PROVIDER", "play_named_models", "tokens_of"]
+__all__ = ["GRADER", "NO_KEY", "PROVIDER", "ROLE_PROVIDER", "play_named_models", "tokens_of"]
 
 GRADER = "grader"
 """The role of inspect's model-graded scorers, and of models whose names are no roles."""
 PROVIDER, ROLE_PROVIDER = "toprope", "toprope_role"
+NO_KEY = "none"
+"""Stands for a key of OpenAI's that the owner has not given; see `provider.give_agents_a_key`."""
 _NO_MODEL = "No model specified"
 
 
@@ -79,7 +81,7 @@ def play_named_models() -> None:
         except PrerequisiteError:  # no key, or no package, of its provider
             player = role or model or settings.get("default") or GRADER
             requested = str(model or settings.get("default") or "")
-            if os.environ.get(f"{requested.partition('/')[0].upper()}_API_KEY"):
+            if os.environ.get(f"{requested.partition('/')[0].upper()}_API_KEY", NO_KEY) not in ("", NO_KEY):
                 raise  # the owner gave the key, so the package is missing
         except ValueError as error:
             if _NO_MODEL not in str(error):

@@ -9,13 +9,12 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from toprope.sdk.adapters._inspect_ai.named_models import PROVIDER, ROLE_PROVIDER, tokens_of
+from toprope.sdk.adapters._inspect_ai.named_models import NO_KEY, PROVIDER, ROLE_PROVIDER, tokens_of
 from toprope.sdk.authoring.env_managed import Session
 
 __all__ = ["Rollout", "give_agents_a_key", "named", "register"]
 
 _KEY = "OPENAI_API_KEY"
-_NO_KEY = "none"
 _VERDICT_TOKENS = 1024
 
 
@@ -85,12 +84,12 @@ def give_agents_a_key() -> None:
         return
     from inspect_ai.model._providers.openai import OpenAIAPI
 
-    os.environ[_KEY] = _NO_KEY
+    os.environ[_KEY] = NO_KEY
     start = OpenAIAPI.__init__
 
     @functools.wraps(start)
     def started(self: Any, *arguments: Any, **keywords: Any) -> None:
-        hidden = os.environ.get(_KEY) == _NO_KEY and os.environ.pop(_KEY)
+        hidden = os.environ.get(_KEY) == NO_KEY and os.environ.pop(_KEY)
         try:
             start(self, *arguments, **keywords)
         finally:
