@@ -35,12 +35,14 @@ SCRIPT = """
 """
 
 
+@pytest.mark.parametrize("described", [False, True], ids=["run", "described"])
 @pytest.mark.parametrize(
     ("adapter", "text", "more"), [("score", SCORE, {}), ("trl", SCRIPT, {"script": True})], ids=["score", "trl"]
 )
 def test_data_beside_a_file_is_found_by_its_relative_path(
-    tmp_path: Path, adapter: str, text: str, more: dict[str, Any]
+    tmp_path: Path, adapter: str, text: str, more: dict[str, Any], described: bool
 ) -> None:
+    (empty := tmp_path / "empty").mkdir()
     folder = tmp_path / "project"
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "train.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(20)))
@@ -50,7 +52,7 @@ def test_data_beside_a_file_is_found_by_its_relative_path(
 
     async def rewards() -> list[float]:
         wall = Wall(reads=(str(folder),), home=str(tmp_path / "home"))
-        async with await WorkerClient.start(wall=wall, timeout=60) as worker:
+        async with await WorkerClient.start(wall=wall, cwd=empty if described else None, timeout=60) as worker:
             await worker.call("open", source=source, timeout=120)
             begun = await worker.call("begin", split="train", index=0, count=2)
             moves = [[handle, text, False] for handle, text in zip(begun["rollouts"], ("yes", "no"), strict=True)]
