@@ -18,7 +18,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import inspect
 import os
 import re
@@ -39,7 +39,7 @@ from toprope.sdk.adapters._servers.atropos_tokenizer import (
 )
 from toprope.sdk.adapters._shared.bounds import bounds_of, within
 from toprope.sdk.adapters._shared.random_state import OwnRandom
-from toprope.sdk.adapters._shared.user_files import prepare
+from toprope.sdk.adapters._shared.user_files import prepare, within_package
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.event_loop import BackgroundLoop
@@ -402,28 +402,13 @@ def make(target: str) -> Atropos:
 
 
 def _imported(name: str, file: Path) -> ModuleType:
-    """Import a file by its name; if it imports relatively without a package, as part of a package that is its folder.
-
-    Authors run it from a folder above, where Python takes every folder for a package.
-    """
+    """Import a file by its name; if it imports relatively without a package, as part of its folder."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         if "no known parent package" not in str(error):
             raise
-    package, place = file.parent.name.replace(".", "_"), [str(file.parent)]
-    while _is_taken(package, place):
-        package += "_"
-    sys.modules.setdefault(package, ModuleType(package)).__path__ = place
-    return importlib.import_module(f"{package}.{file.stem}")
-
-
-def _is_taken(package: str, place: list[str]) -> bool:
-    """Return True if another package, imported or not, has a name."""
-    if package in sys.modules:
-        return getattr(sys.modules[package], "__path__", []) != place
-    spec = importlib.util.find_spec(package)
-    return spec is not None and list(spec.submodule_search_locations or ()) != place
+    return within_package(file)
 
 
 def _prompt_of(item: Any) -> str | Messages:

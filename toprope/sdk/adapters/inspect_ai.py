@@ -30,6 +30,7 @@ from toprope.sdk.adapters._inspect_ai.images import files_of_images
 from toprope.sdk.adapters._inspect_ai.listing import declared, installed
 from toprope.sdk.adapters._inspect_ai.loading import load
 from toprope.sdk.adapters._inspect_ai.named_models import GRADER, PROVIDER, play_named_models
+from toprope.sdk.adapters._inspect_ai.packages import more_requirements
 from toprope.sdk.adapters._inspect_ai.provider import Rollout, give_agents_a_key, named, register
 from toprope.sdk.adapters._inspect_ai.score_values import (
     UNKNOWN,
@@ -49,7 +50,7 @@ from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
-__all__ = ["PACKAGE", "REQUIREMENTS", "Inspect", "declared", "installed", "make"]
+__all__ = ["PACKAGE", "REQUIREMENTS", "Inspect", "declared", "installed", "make", "more_requirements"]
 
 REQUIREMENTS = ("inspect-ai>=0.3.285,<0.4", "datasets", "mcp", "openai")
 PACKAGE = "inspect_ai"

@@ -113,7 +113,7 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
         for name, members in {
             "openai": {},
             "inspect_ai": {"eval_async": eval_async, "task_with": task_with},
-            "inspect_ai._eval.loader": {"load_tasks": load_tasks},
+            "inspect_ai._eval.loader": {"load_tasks": load_tasks, "load_module": None},
             "inspect_ai._util.error": {"PrerequisiteError": PrerequisiteError},
             "inspect_ai._util.registry": {
                 "registry_info": lambda one: Thing(

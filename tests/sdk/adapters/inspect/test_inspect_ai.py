@@ -140,6 +140,8 @@ def test_task_without_scorer_plays_and_scores_the_lowest(
     failed = sample("b", error=Thing(message="ValueError: no", traceback=""), output=Thing(choices=[]))
     refused = "x.SandboxInjectionError: Failed to inject: Cannot create sandbox framework directory /var/tmp/.x: denied"
     unserved = sample("c", error=Thing(message="", traceback=refused))
+    refused_file = "OSError: [Errno 30] Read-only file system: '/opt/state'"
+    assert commands.with_refusal(refused_file).startswith("Rollouts have no folders of the task's image, ")
     refused_folder = "Failed to execute setup script for sample: mkdir: cannot create '/w': Permission denied\nsh: 2"
     unmade = sample("d", error=Thing(message=f"RuntimeError('{refused_folder}')", traceback=""))
     environment = inspect([sample("a", scores=None), failed, unserved, unmade], scorers=())
@@ -199,7 +201,7 @@ def test_inspect_names_what_a_task_needs(
         inspect([], failure=PrerequisiteError("[bold]ERROR[/bold]: Install with:\n\npip install rl-golf"))
     with pytest.raises(ImportError, match="^cannot import name"):
         inspect([], failure=ImportError("cannot import name 'golf' from 'games'"))
-    with pytest.raises(InvalidRequest, match="these parameters: Set a KEY first"):
+    with pytest.raises(InvalidRequest, match="does not load package/sums: Set a KEY first"):
         inspect([], failure=PrerequisiteError("Set a [bold blue]KEY[/bold blue] first"))
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace as Thing
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 
 from tests.sdk.adapters.inspect.conftest import sample
+from toprope.sdk.adapters import inspect_ai
 from toprope.sdk.adapters._inspect_ai.loading import load
 from toprope.sdk.authoring.env_managed import OwnLoop
 from toprope.sdk.authoring.knobs import describe_knobs
-from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.rollouts import configure
 
 
@@ -48,6 +50,80 @@ def test_tools_about_which_a_person_is_asked_are_approved(
     for _ in range(2):
         assert asking.console_approval("run", view=None, choices=["reject"]).decision == "approve"
     assert capsys.readouterr().err.count("package/sums asks a person before tools run") == 1
+
+
+def test_parameters_without_a_default_are_asked_for(inspect: Callable[..., OwnLoop]) -> None:
+    missing = "sums() missing 1 required positional argument: 'data'"
+    with pytest.raises(InvalidRequest, match=r"^It needs the knob args \(dict: .*\. sums\(\) missing .*'data'$"):
+        inspect([], failure=TypeError(missing))
+    with pytest.raises(InvalidRequest, match=r"^inspect does not load package/sums: made\(\) missing"):
+        inspect([], failure=TypeError(missing.replace("sums", "made")))
+
+
+def test_package_that_does_not_import_is_told_from_one_without_the_task(
+    inspect: Callable[..., OwnLoop], stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """inspect only logs why its entry point fails, and then knows no tasks of it."""
+    inspect([])
+    stand_in("inspect_ai._eval.loader", load_tasks=lambda targets, arguments: [], load_module=None)
+    info = tmp_path / "games-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: games\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[inspect_ai]\ngames = registry_of_games\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = tmp_path / "registry_of_games.py"
+    registry.write_text("from typing import no_such_name\n")
+    with pytest.raises(LoadError, match="The package of games/golf does not import: ImportError: cannot import name"):
+        load("games/golf", {})
+    registry.write_text("import no_such_module\n\n")
+    with pytest.raises(LoadError, match="games/golf needs .* it imports no_such_module.* -r no-such-module$"):
+        load("games/golf", {})
+    registry.write_text("")
+    with pytest.raises(InvalidRequest, match=r"games/golf names 0 tasks"):
+        load("games/golf", {})
+
+
+def test_file_imports_relatively_and_from_the_root_of_its_repository(
+    inspect: Callable[..., OwnLoop], stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """inspect runs a file in no package, so that these imports fail."""
+    inspect([])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / ".git").mkdir()
+    folder = tmp_path / "evals_of_this_test" / "golf_of_this_test"
+    folder.mkdir(parents=True)
+    (folder / "holes.py").write_text("HOLES = 18\n")
+    file = folder / "task.py"
+    file.write_text(
+        "from evals_of_this_test.golf_of_this_test import holes\nfrom .holes import HOLES\nBOTH = HOLES + holes.HOLES\n"
+    )
+    loaded: list[Any] = []
+
+    def load_module(path: Path, code: Any = None) -> Any:
+        spec = importlib.util.spec_from_loader(str(path), SourceFileLoader(str(path), str(path)))
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def load_tasks(targets: list[str], arguments: dict[str, Any]) -> list[Any]:
+        loaded.append(sys.modules["inspect_ai._eval.loader"].load_module(file, None))
+        return [Thing(dataset=[])]
+
+    stand_in("inspect_ai._eval.loader", load_tasks=load_tasks, load_module=load_module)
+    load(f"{file}@golf", {})
+    assert loaded[0].BOTH == 36 and loaded[0].__package__ == "golf_of_this_test"
+    file.write_text("import no_such_module\n\n\n")
+    with pytest.raises(LoadError, match="it imports no_such_module"):
+        load(f"{file}@golf", {})
+
+
+def test_interpreter_of_a_project_gets_the_client(tmp_path: Path) -> None:
+    assert inspect_ai.more_requirements(tmp_path) == ()
+    (tmp_path / "inspect_ai").mkdir()
+    assert inspect_ai.more_requirements(tmp_path) == ("openai",)
+    (tmp_path / "openai").mkdir()
+    assert inspect_ai.more_requirements(tmp_path) == ()
 
 
 def test_task_of_the_hub_has_a_revision_alone(inspect: Callable[..., OwnLoop], stand_in: Callable[..., None]) -> None:
@@ -85,7 +161,7 @@ def test_retries_do_not_wait_for_a_hub_that_is_not_reached(
         nap.sleep(4)
         raise FileNotFoundError("not in the cache")
 
-    stand_in("inspect_ai._eval.loader", load_tasks=load_tasks)
+    stand_in("inspect_ai._eval.loader", load_tasks=load_tasks, load_module=None)
     with pytest.raises(InvalidRequest, match="not in the cache"):
         load("package/sums", {})
     nap.sleep(8)
@@ -97,7 +173,7 @@ def test_tasks_that_draw_from_numpy_are_the_same_in_every_process(tmp_path: Path
         "": "",
         "dataset": "class MemoryDataset:\n    shuffle_choices = None\n",
         "_eval": "",
-        "_eval/loader": "def load_tasks(*given):\n    raise ValueError(__import__('numpy').random.rand())\n",
+        "_eval/loader": "load_module=0\ndef load_tasks(*given): raise ValueError(__import__('numpy').random.rand())\n",
         "_util": "",
         "_util/error": "class PrerequisiteError(Exception): ...\n",
     }.items():
@@ -108,4 +184,4 @@ def test_tasks_that_draw_from_numpy_are_the_same_in_every_process(tmp_path: Path
     code += "assert 'numpy' not in sys.modules\ntry: load('sums', {})\nexcept Exception as error: print(error)\n"
     words, variables = (sys.executable, "-P", "-c", code), os.environ | {"PYTHONPATH": str(tmp_path)}
     drawn = [subprocess.run(words, capture_output=True, text=True, env=variables, check=True).stdout for _ in range(2)]
-    assert drawn[0] == drawn[1] and "with these parameters: 0." in drawn[0]
+    assert drawn[0] == drawn[1] and "does not load sums: 0." in drawn[0]

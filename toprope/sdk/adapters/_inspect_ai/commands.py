@@ -24,7 +24,12 @@ _NO_TOOL_SERVER = (
     "inspect's tool server does not run behind the wall, which refuses local sockets. Tasks "
     "without text_editor, bash_session, web_browser and agents in the sandbox do without it"
 )
-_SETUP = re.compile(r"Failed to execute setup script .*: (?:Permission denied|Read-only file system)", re.DOTALL)
+_PLACE = re.compile(
+    r"(Failed to execute setup script .*: |^(?:OSError|PermissionError): \[Errno \d+\] )"
+    r"(?:Permission denied|Read-only file system)",
+    re.DOTALL,
+)
+"""The wall's refusal of a place that is not the rollout's."""
 _NO_IMAGE = "Rollouts have no folders of the task's image, and the wall leaves each only its own to write"
 _TEMPORARY = re.compile(r"(?:(?<![\w./})\]*~-])|(?<=\s-[A-Za-z]))/tmp(?=$|[^\w.-])(?P<first>/[^/\s'\"`;|&<>()]+)?")
 """/tmp in a command, with the first name below it."""
@@ -77,7 +82,7 @@ def confine_commands() -> None:
 
 def with_refusal(reason: str) -> str:
     """Put before inspect's reason what the wall refuses: folders of an image, or local sockets of the tool server."""
-    if _SETUP.search(reason):
+    if _PLACE.search(reason):
         return f"{_NO_IMAGE}: {reason}"
     if not _TOOL_SERVER.search(reason):
         return reason

@@ -9,11 +9,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from toprope.sdk.adapters._inspect_ai.packages import missing_package, without_markup
+from toprope.sdk.adapters._inspect_ai.packages import broken_entry_point, missing_package, without_markup
 from toprope.sdk.adapters._shared.random_state import OwnRandom, load_numpy
-from toprope.sdk.errors import InvalidRequest, hub_is_unreached, shortened
+from toprope.sdk.adapters._shared.user_files import within_package
+from toprope.sdk.authoring.loading import find_above
+from toprope.sdk.errors import InvalidRequest, LoadError, MissingKnobs, hub_is_unreached, shortened
 
 __all__ = ["Loaded", "load"]
 
@@ -42,15 +45,19 @@ def load(target: str, arguments: Mapping[str, Any]) -> Loaded:
     Raises:
         InvalidRequest: The target names another number of tasks than one, the task has no such parameter, or it refuses
             its value.
-        LoadError: It needs a package that is not installed.
+        MissingKnobs: It has parameters without a default, and they are not given.
+        LoadError: It needs a package that is not installed, or its package does not import.
     """
     from inspect_ai._eval.loader import load_tasks
     from inspect_ai._util.error import PrerequisiteError
 
     load_numpy()
+    if (file := Path(target.partition("@")[0])).is_file():
+        find_above(file)  # authors start inspect in the root of their repository
     try:
         with OwnRandom(0), _without_waiting_for_the_hub():  # every worker has to find the same tasks in the same order
             _choices_by_seed()
+            _import_relatively()
             tasks = load_tasks([target], dict(arguments))
             samples = [sample for task in tasks for sample in task.dataset]
     except Exception as error:
@@ -58,9 +65,14 @@ def load(target: str, arguments: Mapping[str, Any]) -> Loaded:
             raise lacking from error
         if not isinstance(error, TypeError | ValueError | LookupError | FileNotFoundError | PrerequisiteError):
             raise
-        raise InvalidRequest(
-            f"inspect does not load {target} with these parameters: {without_markup(error)}"
-        ) from error
+        if isinstance(error, TypeError) and str(error).startswith(f"{_name_of(target)}() missing "):
+            raise MissingKnobs(str(error), "args") from error
+        given = " with these parameters" if arguments else ""
+        raise InvalidRequest(f"inspect does not load {target}{given}: {without_markup(error)}") from error
+    if not tasks and (broken := broken_entry_point(target)) is not None:  # which inspect only logs
+        raise missing_package(target, broken) or LoadError(
+            f"The package of {target} does not import: {type(broken).__name__}: {broken}"
+        ) from broken
     if len(tasks) != 1:
         names = ", ".join(str(task.name) for task in tasks) or "none"
         raise InvalidRequest(f"{target} names {len(tasks)} tasks ({names}): name one with @.")
@@ -72,6 +84,11 @@ def load(target: str, arguments: Mapping[str, Any]) -> Loaded:
         raise InvalidRequest(f"{target} has no parameter {', '.join(unknown)}. Its parameters: {described or 'none'}.")
     _approve_without_persons(target)
     return Loaded(tasks[0], samples, described)
+
+
+def _name_of(target: str) -> str:
+    """Return the name of a task's function."""
+    return target.rpartition("@")[2].rpartition("/")[2]
 
 
 def _approve_without_persons(target: str) -> None:
@@ -141,3 +158,25 @@ def _choices_by_seed() -> None:
 
     shuffled.by_seed = True  # type: ignore[attr-defined]
     MemoryDataset.shuffle_choices = shuffled
+
+
+def _import_relatively() -> None:
+    """Have files import relatively: inspect runs them in no package, so that only a script of the author's can."""
+    from inspect_ai._eval import loader
+
+    plain = loader.load_module
+    if getattr(plain, "within_package", False):
+        return
+
+    @functools.wraps(plain)
+    def loaded(file: Path, *more: Any, **named: Any) -> Any:
+        try:
+            return plain(file, *more, **named)
+        except ImportError as error:
+            looked_for = error.name or ""  # the file's path is its name
+            if "relative import" not in str(error) and not looked_for.startswith("/"):
+                raise
+        return within_package(file)
+
+    loaded.within_package = True  # type: ignore[attr-defined]
+    loader.load_module = loaded

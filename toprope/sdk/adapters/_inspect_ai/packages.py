@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
+from pathlib import Path
 
 from toprope.sdk.errors import LoadError
 
-__all__ = ["missing_package", "without_markup"]
+__all__ = ["broken_entry_point", "missing_package", "more_requirements", "without_markup"]
 
 _EXTRA = re.compile(r"--extra[ =]([A-Za-z][\w.-]*)")
 _PIP = re.compile(r"\bpip install\b")
+_CLIENT = "openai"
+"""Its client, by which the policy is asked; inspect does not require it."""
+
+
+def more_requirements(place: Path) -> tuple[str, ...]:
+    """Return what an interpreter's packages lack: projects require inspect alone, or with their own providers."""
+    return (_CLIENT,) if (place / "inspect_ai").is_dir() and not (place / _CLIENT).is_dir() else ()
 
 
 def missing_package(target: str, error: BaseException) -> LoadError | None:
@@ -32,6 +41,16 @@ def missing_package(target: str, error: BaseException) -> LoadError | None:
     return LoadError(f"{what}. The owner adds it: toprope env add {needed}")
 
 
+def broken_entry_point(target: str) -> Exception | None:
+    """Return the error of importing what a task's package registers with inspect; None if it imports, or is none."""
+    for entry_point in metadata.entry_points(group="inspect_ai", name=target.partition("/")[0]):
+        try:
+            entry_point.load()
+        except Exception as error:
+            return error
+    return None
+
+
 def without_markup(error: BaseException) -> str:
     """Return an error's text without the markup of inspect's terminal, in one line."""
     return " ".join(re.sub(r"\[/?[a-z ]+\]", "", str(error)).split())
@@ -39,8 +58,6 @@ def without_markup(error: BaseException) -> str:
 
 def _needed(target: str, package: str, module: str) -> str:
     """Return what to add for a missing module: the extra of the task's package that has it, or the module itself."""
-    from importlib import metadata
-
     word = module.partition(".")[0].replace("_", "-").lower()
     if not package:
         return f"{target.partition('@')[0]} -r inspect_ai -r PACKAGE, with the package that has {module}."

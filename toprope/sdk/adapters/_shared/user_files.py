@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import inspect
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,9 +30,9 @@ from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.authoring.loading import module_of
 from toprope.sdk.discovery import assignments
 from toprope.sdk.errors import EnvironmentMistake, LoadError
-from toprope.sdk.wall.paths import is_broad
+from toprope.sdk.wall.paths import is_broad, package_of
 
-__all__ = ["UserFile", "data_beside", "functions", "parsed", "prepare", "public_name"]
+__all__ = ["UserFile", "data_beside", "functions", "parsed", "prepare", "public_name", "within_package"]
 
 ROWS = ("rows", "train_dataset", "dataset", "train_rows", "ROWS", "DATASET")
 """Default names of rows in a file."""
@@ -154,6 +156,34 @@ def prepare(file: Path) -> None:
             work_in_links(file.parent)
             _link_from_roots(file.absolute().parent)
     load_numpy()
+
+
+def within_package(file: Path) -> ModuleType:
+    """Import a file as part of the package that it is in, or of one that is its folder.
+
+    Authors run it from a folder above, where Python takes every folder for a package.
+    """
+    top = Path(package_of(str(file)) or file.parent)
+    name, place = top.name.replace(".", "_"), [str(top)]
+    while _is_taken(name, place):
+        name += "_"
+    if name not in sys.modules:
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = place
+        if (top / "__init__.py").is_file():
+            spec = importlib.util.spec_from_file_location(name, top / "__init__.py", submodule_search_locations=place)
+            assert spec is not None and spec.loader is not None
+            package = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(package)
+    return importlib.import_module(".".join((name, *file.relative_to(top).with_suffix("").parts)))
+
+
+def _is_taken(package: str, place: list[str]) -> bool:
+    """Return True if another package, imported or not, has a name."""
+    if package in sys.modules:
+        return getattr(sys.modules[package], "__path__", []) != place
+    spec = importlib.util.find_spec(package)
+    return spec is not None and list(spec.submodule_search_locations or ()) != place
 
 
 def _link_from_roots(folder: Path) -> None:
