@@ -390,6 +390,8 @@ def test_proxy_accepts_rollout_keys_only_and_streams() -> None:
             for wrong in ({"max_tokens": "many"}, {"temperature": []}, {"top_p": "high"}):
                 async with http.post(f"{proxy.url}/v1/chat/completions", json=body | wrong, headers=headers) as answer:
                     assert answer.status == 400 and "must be numbers" in await answer.text()
+            async with http.post(f"{proxy.url}/v1/completions", json={"prompt": "x"}, headers=headers) as answer:
+                assert answer.status == 404 and "name a model that runs here" in await answer.text()
             async with http.get(f"{proxy.url}/v1/models/org/policy", headers=headers) as answer:
                 found = await answer.json()
             async with http.get(f"{proxy.url}/v1/models", headers=headers) as answer:

@@ -45,7 +45,8 @@ class EndpointProxy:
         self._failure: ComponentFailed | None = None
         app = web.Application(client_max_size=_BODY_LIMIT)
         models = [web.get(path, self._models) for path in ("/v1/models", "/v1/models/{name:.+}")]
-        app.add_routes([web.post("/v1/chat/completions", self._chat), *models])
+        others = [web.post(path, self._refuse) for path in ("/v1/completions", "/v1/responses")]
+        app.add_routes([web.post("/v1/chat/completions", self._chat), *others, *models])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         self.url = ""
 
@@ -78,6 +79,11 @@ class EndpointProxy:
             return _error(401, "This server needs the rollout's key as a bearer token.")
         entry = {"id": "policy", "object": "model", "owned_by": "toprope", "created": 0}
         return _json(entry if request.match_info else {"object": "list", "data": [entry]})
+
+    async def _refuse(self, request: web.Request) -> web.Response:
+        return _error(
+            404, f"A model at an endpoint is asked by chats, not by {request.path}: name a model that runs here."
+        )
 
     async def _chat(self, request: web.Request) -> web.Response:
         place = self._place(request)
