@@ -88,3 +88,17 @@ def test_link_to_a_file_says_why_its_neighbours_are_missing(tmp_path: Path) -> N
     with pytest.raises(LoadError, match="This file is a link") as failed:
         module_of(tmp_path / "env_of_link.py")
     assert "Install the package" not in str(failed.value)
+
+
+def test_file_in_a_folder_of_an_openenv_project_imports_from_its_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "training").mkdir()
+    (tmp_path / "rules_at_the_root.py").write_text("RIGHT = 'yes'\n")
+    file = tmp_path / "training" / "rewards_below_it.py"
+    file.write_text("from rules_at_the_root import RIGHT\n")
+    with pytest.raises(LoadError, match="rules_at_the_root"):
+        module_of(file)
+    (tmp_path / "openenv.yaml").touch()
+    assert module_of(file).RIGHT == "yes"

@@ -28,9 +28,9 @@ from typing import Any
 from toprope.sdk.authoring.environment import Environment
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import Failure, LoadError
-from toprope.sdk.wall.paths import folders_above, package_of, project_of
+from toprope.sdk.wall.paths import folders_above, manifest_root, package_of, project_of
 
-__all__ = ["Loaded", "attribute_of", "find_above", "import_root", "load", "module_of"]
+__all__ = ["Loaded", "attribute_of", "find_above", "import_root", "load", "module_of", "search_from"]
 
 _ADAPTERS = Path(__file__).parent.parent / "adapters"
 
@@ -103,6 +103,12 @@ def module_of(file: Path) -> ModuleType:
     """
     if not file.is_file():
         raise LoadError(f"The file {file} does not exist.")
+    search_from(file)
+    return _import(file, str(file.parent))
+
+
+def search_from(file: Path) -> None:
+    """Have what a file imports found beside it first, then as `find_above` says."""
     folder = str(file.parent)
     if folder not in sys.path[:1]:
         with contextlib.suppress(ValueError):
@@ -110,7 +116,6 @@ def module_of(file: Path) -> ModuleType:
         sys.path.insert(0, folder)
     _find_beside(folder)
     find_above(file)
-    return _import(file, folder)
 
 
 class _Beside:
@@ -138,8 +143,8 @@ def _find_beside(folder: str) -> None:
 
 def find_above(file: Path) -> None:
     """Have a file's imports by the full name of its package, and from the root of its repository, found."""
-    for place in (import_root(file), *map(_place_with, folders_above(str(file)))):
-        if place not in sys.path:
+    for place in (import_root(file), *map(_place_with, folders_above(str(file))), manifest_root(str(file))):
+        if place and place not in sys.path:
             sys.path.append(place)
 
 

@@ -19,7 +19,16 @@ from toprope.sdk.wall.kernel import is_within
 
 __all__ = [
     *("DEVICES", "SYSTEM", "code_paths", "data_paths", "editable_paths", "folders_above", "imported_by", "imports_of"),
-    *("interpreter_paths", "is_broad", "package_of", "program_paths", "project_of", "source_paths", "without"),
+    *(
+        "interpreter_paths",
+        "is_broad",
+        "manifest_root",
+        "package_of",
+        "program_paths",
+        "project_of",
+        "source_paths",
+        "without",
+    ),
 ]
 
 _ETC = (
@@ -162,9 +171,15 @@ def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
     # A worker finds the same folders only if it reads that there is a project.
     project = None if not above or _folders_up_to(file, _is_repository) else _folders_up_to(file, _is_project)
     described = [os.path.join(project[1], _PROJECT)] if project else []
-    root = os.path.dirname(folder)  # a server of OpenEnv is run from the folder of its manifest
-    described += [root] if os.path.isfile(os.path.join(root, _MANIFEST)) and not is_broad(root) else []
+    described += filter(None, [manifest_root(file)])
     return [file, (project_of(package) or package) if package else folder, *above, *described]
+
+
+def manifest_root(file: str) -> str:
+    """The folder above a file's own if it has the manifest of an OpenEnv project, from where its servers and training
+    scripts are run; empty if not."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(file)))
+    return root if os.path.isfile(os.path.join(root, _MANIFEST)) and not is_broad(root) else ""
 
 
 def package_of(file: str) -> str:
