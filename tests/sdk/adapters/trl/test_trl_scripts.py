@@ -268,7 +268,7 @@ def test_the_knob_arguments_reaches_the_command_line_of_a_script(script: Path) -
     call = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
     [turn] = service.answer("advance", {"moves": [[handle, call]]})
     assert turn["messages"][-1]["content"] == "7"
-    with pytest.raises(LoadError, match="sys.exit.2.*`arguments`"):
+    with pytest.raises(LoadError, match="unrecognized arguments: --subtract 1.*`arguments`"):
         service.answer("open", {"source": source, "knobs": {"arguments": "--subtract 1"}})
 
 
@@ -332,7 +332,7 @@ def test_a_reward_that_asks_the_policy_says_so(tmp_path: Path) -> None:
     for _ in range(4):
         rollout = Rollout(environment, next(iter(environment.tasks())))
         rollout.begin()
-        assert "AutoModelForCausalLM is the policy here and is not loaded" in rollout.advance("x").outcome.error
+        assert "The model is the policy here and is not loaded" in rollout.advance("x").outcome.error
 
 
 def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, script: Path) -> None:

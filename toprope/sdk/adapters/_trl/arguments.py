@@ -12,8 +12,10 @@ import copy
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass
+from dataclasses import field as settable
 from enum import Enum
+from inspect import Parameter, Signature
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -23,11 +25,21 @@ _NAME = re.compile(r"--?[A-Za-z]")
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
+def _signature(kind: Any, *first: str) -> Signature:
+    own = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
+    return Signature([*own, *(Parameter(one.name, Parameter.KEYWORD_ONLY, default=None) for one in fields(kind))])
+
+
 class _Taking(type):
     """Makes objects that keep what their class has no field for, as a dataclass derived from `Settings` does."""
 
+    @property
+    def __signature__(cls) -> Signature:
+        return _signature(cls)
+
     def __call__(cls, *positional: Any, **named: Any) -> Any:
-        known = {field.name for field in _fields_of(cls)} if is_dataclass(cls) else set(named)
+        is_derived = "__dataclass_fields__" in vars(cls)
+        known = {field.name for field in _fields_of(cls)} if is_derived else set(named)
         made = super().__call__(*positional, **{name: value for name, value in named.items() if name in known})
         made.__dict__.update({name: value for name, value in named.items() if name not in known})
         return made
@@ -50,15 +62,46 @@ _DEFAULTS: dict[str, Any] = {
 """Settings of TRL with which scripts compute or that they compare, by the name, as they are if a script leaves them."""
 
 
+_NAMES = (
+    "output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type "
+    "lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon "
+    "gradient_accumulation_steps max_grad_norm bf16 fp16 tf32 gradient_checkpointing "
+    "gradient_checkpointing_kwargs torch_compile use_liger_kernel logging_strategy logging_steps "
+    "logging_first_step log_level disable_tqdm report_to run_name project trackio_space_id eval_strategy "
+    "eval_steps per_device_eval_batch_size save_only_model save_strategy save_steps save_total_limit push_to_hub "
+    "hub_token hub_private_repo hub_model_id hub_strategy load_best_model_at_end metric_for_best_model "
+    "greater_is_better full_determinism seed data_seed use_cpu dataloader_drop_last dataloader_num_workers "
+    "dataloader_pin_memory remove_unused_columns ddp_find_unused_parameters ddp_timeout fsdp fsdp_config "
+    "deepspeed do_train do_eval resume_from_checkpoint local_rank model_init_kwargs trust_remote_code "
+    "disable_dropout num_generations num_generations_eval max_completion_length shuffle_dataset "
+    "generation_batch_size steps_per_generation temperature top_p top_k min_p generation_kwargs "
+    "chat_template_kwargs repetition_penalty use_vllm vllm_mode vllm_enable_sleep_mode "
+    "vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout "
+    "vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size beta "
+    "num_iterations epsilon delta epsilon_high importance_sampling_level reward_weights "
+    "multi_objective_aggregation scale_rewards loss_type mask_truncated_completions sync_ref_model "
+    "ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile max_tool_calling_iterations "
+    "vllm_importance_sampling_correction log_completions num_completions_to_print log_unique_prompts "
+).split()
+"""Settings of TRL 1.16 by name: scripts look which of theirs it has, and leave the others out."""
+
+
 class ArgumentsError(ValueError):
     """The command line of a script is wrong."""
 
 
-class Settings(metaclass=_Taking):
+_Named: Any = make_dataclass(
+    "_Named", [(name, Any, settable(init=False)) for name in _NAMES], init=False, repr=False, eq=False
+)
+
+
+class Settings(_Named, metaclass=_Taking):  # type: ignore[misc]
     """A configuration: keeps what it is given; what it is not is as in TRL, or None."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         self.__dict__.update(named)
+
+    setattr(__init__, "__signature__", _signature(_Named, "self"))  # noqa: B010
 
     def __post_init__(self) -> None:
         """Do nothing, where TRL checks values."""

@@ -1,0 +1,336 @@
+"""Placeholders for what only training needs: trainers, configurations, LoRA, loggers, vLLM, and the policy."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+from toprope.sdk.adapters._trl.arguments import ArgumentsError, Parser, ScriptArguments, Settings
+from toprope.sdk.discovery import TRAINING_PACKAGES
+from toprope.sdk.errors import EnvironmentMistake
+
+__all__ = ["Constructed", "placeholders"]
+
+_ASYNC = "trl.experimental.async_grpo"
+_PLACES = ("trl", "trl.trainer", "trl.scripts", "trl.scripts.utils")
+"""Modules of TRL with names that scripts import and that are replaced."""
+_TRAINING_MODULES = tuple(
+    f"trl.trainer.{name}" for name in ("grpo_trainer", "grpo_config", "rloo_trainer", "rloo_config", "model_config")
+)
+"""Modules of TRL that are placeholders as a whole: they import PyTorch and Transformers."""
+_OWN = ("_generate", "_generate_single_turn", "_generate_and_score_completions", "_calculate_rewards")
+"""Methods of TRL's trainer that sample or score."""
+_SIZES = (
+    *("parameters", "named_parameters", "num_parameters", "get_nb_trainable_parameters", "get_memory_footprint"),
+    *("config", "device", "dtype", "get_input_embeddings"),
+)
+"""What scripts ask a policy in order to log it, or to fit it to its tokenizer."""
+_TOKENIZING = ("apply_chat_template", "encode", "decode", "batch_decode", "tokenize", "vocab_size")
+"""What prompts and rewards need of a tokenizer."""
+
+
+class Constructed(BaseException):
+    """Ends a script at its trainer. Not an Exception, so that no handler of the script keeps it.
+
+    Args:
+        arguments: What the trainer gets.
+        own: A method of TRL's trainer that a class of the script replaces; empty for none.
+    """
+
+    def __init__(self, arguments: dict[str, Any], own: str) -> None:
+        super().__init__()
+        self.arguments, self.own = arguments, own
+
+
+class _AnyName(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls._other()
+
+    def __call__(cls, *positional: Any, **named: Any) -> Any:
+        for passed in positional[:1]:
+            if cls is _Anything and isinstance(passed, _Policy | _Tokenizer):  # with LoRA; with another template
+                return passed
+        return super().__call__(*positional, **named)
+
+
+class _Anything(metaclass=_AnyName):
+    """A class or function that only training uses."""
+
+    _name: Any = None
+    """The model, if this is the result of a call that loads one."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        pass
+
+    @staticmethod
+    def _other() -> _Anything:
+        return _Anything()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Size() if name in _SIZES else self._other()
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        for passed in positional[:1]:
+            if isinstance(passed, _Policy | _Tokenizer):
+                return passed
+        made = self._other()
+        made._name = next(iter(positional), named.get("model_name"))
+        return made
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield two: the model and the tokenizer that Unsloth loads."""
+        return iter((_Policy(), _Tokenizer(self._name)))
+
+
+class _Size(_Anything):
+    """Something of the policy that has no part in its answers, such as a number of parameters, to add up and print."""
+
+    @staticmethod
+    def _other() -> _Anything:
+        return _Size()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((_Size(), _Size()))
+
+    def __next__(self) -> Any:
+        return _Size()
+
+    def __format__(self, form: str) -> str:
+        return format(1, form)
+
+    def __float__(self) -> float:
+        return 1.0
+
+    def __index__(self) -> int:
+        return 1
+
+    def _computed(self, *operands: Any) -> Any:
+        return _Size()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _computed
+    __floordiv__ = __rfloordiv__ = __pow__ = __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _computed
+
+
+class _Policy(_Anything):
+    """The policy, and what it computes, which a script must not take for numbers."""
+
+    @staticmethod
+    def _other() -> _Anything:
+        return _Policy()
+
+    def __repr__(self) -> str:
+        return "AutoModelForCausalLM, which is not loaded"
+
+    def _refuse(self, *operands: Any) -> Any:
+        raise EnvironmentMistake(
+            "The model is the policy here and is not loaded: neither a reward nor what comes before the trainer can "
+            "use its answers."
+        )
+
+    __float__ = __int__ = __getitem__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+
+
+class _Tokenizer(_Anything):
+    """The tokenizer that Unsloth loads with a model: that of Transformers, once a prompt or a reward needs it."""
+
+    def __init__(self, name: Any) -> None:
+        self._name = name
+
+    def _loaded(self) -> Any:
+        tokenizer = self.__dict__.get("_own")
+        if tokenizer is None:
+            tokenizer = self._own = importlib.import_module("transformers").AutoTokenizer.from_pretrained(self._name)
+        if template := self.__dict__.get("chat_template"):  # which the script may set
+            tokenizer.chat_template = template
+        return tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loaded(), name) if name in _TOKENIZING else super().__getattr__(name)
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        return self._loaded()(*positional, **named)
+
+    def __len__(self) -> int:
+        return len(self._loaded())
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class _Trainer(metaclass=_AnyName):
+    def __init__(self, model: Any = None, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None,
+                 eval_dataset: Any = None, processing_class: Any = None, reward_processing_classes: Any = None,
+                 callbacks: Any = None, optimizers: Any = None, quantization_config: Any = None,
+                 peft_config: Any = None, tools: Any = None, rollout_func: Any = None, environment_factory: Any = None,
+                 **named: Any) -> None:  # fmt: skip
+        given = {"reward_funcs": reward_funcs, "args": args, "train_dataset": train_dataset, "tools": tools}
+        given |= {"rollout_func": rollout_func, "environment_factory": environment_factory}
+        own = [method for name in _OWN if (method := getattr(type(self), name, None)) and hasattr(method, "__code__")]
+        replaced = [method.__name__ for method in own if "super" not in method.__code__.co_names]
+        raise Constructed({**named, **given}, replaced[0] if replaced else "")
+
+    @staticmethod
+    def _other() -> _Anything:
+        return _Anything()
+
+
+_OTHER_TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "PPOTrainer", "KTOTrainer", "ORPOTrainer")
+_REPLACED: dict[str, Any] = {
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), _Trainer),
+    **dict.fromkeys(("GRPOConfig", "RLOOConfig", "ModelConfig", "SFTConfig", "DPOConfig"), Settings),
+    **dict.fromkeys(_OTHER_TRAINERS, _Anything),
+    "ScriptArguments": ScriptArguments,
+    **dict.fromkeys(("get_peft_config", "get_quantization_config", "get_kbit_device_map"), _Anything()),
+    "TrlParser": Parser,
+    "RichProgressCallback": _Anything,
+}
+_OF_TRANSFORMERS: dict[str, Any] = {
+    "HfArgumentParser": Parser,
+    "AutoModelForCausalLM": _Policy,
+    "BitsAndBytesConfig": _Anything,
+}
+
+
+class _Finder:
+    """Finds submodules of training packages as placeholders, and replaces names of Transformers as it is imported.
+
+    Its import takes seconds, so scripts that do without are not made to wait.
+    """
+
+    def __init__(self, changes: _Changes) -> None:
+        self._changes = changes
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name == "transformers":
+            return self._of_transformers()
+        return ModuleSpec(name, self, is_package=True) if "." in name and _is_training(name) else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the module is made."""
+
+    def _of_transformers(self) -> ModuleSpec | None:
+        finders = sys.meta_path
+        sys.meta_path = [finder for finder in finders if finder is not self]
+        try:
+            spec = importlib.util.find_spec("transformers")
+        finally:
+            sys.meta_path = finders
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            self._changes.make(sys.modules["transformers"], _OF_TRANSFORMERS)  # which it has put in its own place
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+class _Changes:
+    """Names of modules that are replaced while a script runs."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[ModuleType, Mapping[str, Any], dict[str, Any]]] = []
+
+    def make(self, place: ModuleType, new: Mapping[str, Any]) -> None:
+        self._made.append((place, new, {name: place.__dict__[name] for name in new if name in place.__dict__}))
+        place.__dict__.update(new)
+
+    def undo(self) -> None:
+        for place, new, old in reversed(self._made):
+            for name in new:
+                place.__dict__.pop(name, None)
+            place.__dict__.update(old)
+
+
+@contextlib.contextmanager
+def placeholders(main: ModuleType, words: Sequence[str]) -> Iterator[None]:
+    """Put placeholders in place of what only training needs, and `main` in place of this program.
+
+    Args:
+        words: The command line of `main`.
+    """
+    kept, argv, error = dict(sys.modules), sys.argv, argparse.ArgumentParser.error
+    added = {name: _module(name) for name in (*TRAINING_PACKAGES, *_TRAINING_MODULES)}
+    places = [added[name] for name in _TRAINING_MODULES]
+    for name in _PLACES:
+        try:
+            place = importlib.import_module(name)
+        except ImportError:
+            place = added[name] = _module(name)
+        places.append(place)
+    # A submodule that was imported before is an attribute, too.
+    modules = {name.rpartition(".")[2]: added[name] for name in _TRAINING_MODULES}
+    changes = _Changes()
+    for place in places:
+        changes.make(place, _REPLACED | (modules if place.__name__ == "trl.trainer" else {}))
+    finder = _Finder(changes)
+    if "transformers" in sys.modules:
+        changes.make(sys.modules["transformers"], _OF_TRANSFORMERS)
+    sys.meta_path.insert(0, finder)
+    added[_ASYNC] = _module(_ASYNC)
+    added[_ASYNC].__dict__.update(AsyncGRPOTrainer=_Trainer, AsyncGRPOConfig=Settings)
+    sys.modules.update({**added, "__main__": main})
+    sys.argv = [str(main.__file__), *words]
+    argparse.ArgumentParser.error = _say_what_is_wrong  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        sys.argv, argparse.ArgumentParser.error = argv, error  # type: ignore[method-assign]
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(finder)
+        for name in (*added, "__main__", *filter(_is_training, list(sys.modules))):
+            if name in kept:
+                sys.modules[name] = kept[name]
+            else:
+                sys.modules.pop(name, None)
+        changes.undo()
+
+
+def _say_what_is_wrong(self: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Raise what is wrong with a command line, which argparse would print to the log alone.
+
+    Raises:
+        ArgumentsError: Always.
+    """
+    raise ArgumentsError(message)
+
+
+def _is_training(name: str) -> bool:
+    return name.partition(".")[0] in TRAINING_PACKAGES
+
+
+def _module(name: str) -> ModuleType:
+    """A module in which every public name is a placeholder; its submodules are those that are placeholders too."""
+
+    def attribute(attribute_name: str) -> Any:
+        if attribute_name.startswith("__"):
+            raise AttributeError(attribute_name)
+        return sys.modules.get(f"{name}.{attribute_name}") or _Anything
+
+    module = ModuleType(name)
+    spec = ModuleSpec(name, None, is_package=True)  # without one, a search for the package fails
+    module.__dict__.update(__getattr__=attribute, __path__=[], __spec__=spec)
+    return module
