@@ -90,9 +90,18 @@ class Trl(ToolEnvironment):
         self._target, self._script = dict(target), bool(target.get("script"))
         if self._script:
             self._arguments = " ".join(map(shlex.quote, _names_of(target, "arguments")))
-        self._load()
+        self._failed: LoadError | None = None
+        self._factories: dict[str | None, Callable[[], Any]] = {}
+        try:
+            self._load()
+        except LoadError as error:
+            if not self._script:
+                raise
+            self._failed = error  # until the knob gives the arguments that it needs
+            path = Path(str(target.get("file") or ""))
+            self.files, self.name = (str(path),), str(target.get("name") or path.stem)
         if self._script:
-            self.Knobs = _script_knobs(self._arguments, limited=bool(self._factories or self.tools))
+            self.Knobs = _script_knobs(self._arguments, limited=bool(self._factories or self.tools or self._failed))
 
     def _load(self) -> None:
         """Take rewards, environments, tools and rows from the names in the target, or from the script's trainer."""
@@ -137,6 +146,8 @@ class Trl(ToolEnvironment):
         if self._script and self.knobs.arguments != self._arguments:
             self._arguments = self.knobs.arguments
             self._load()
+        elif self._failed:
+            raise self._failed
         if self._factories or self.tools:
             self.max_turns = getattr(self.knobs, "turns", 0) or self.max_turns
         self._most_turns = self.max_turns if self._script else math.inf

@@ -76,7 +76,7 @@ def _written(file: Path, text: str) -> Path:
 
 
 def _made(file: Path, *arguments: str) -> trl.Trl:
-    return trl.make(json.dumps({"file": str(file), "script": True, "arguments": list(arguments)}))
+    return configure(trl.make(json.dumps({"file": str(file), "script": True, "arguments": list(arguments)})))
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_script_imports_from_the_root_of_its_project_also_later(tmp_path: Path
         GRPOTrainer(model=model, reward_funcs=reward, train_dataset=[{"prompt": "a"}])
         """,
     )
-    environment = configure(_made(file))
+    environment = _made(file)
     rollout = Rollout(environment, next(iter(environment.tasks())))
     rollout.begin()
     outcome: Any = rollout.advance("yes").outcome
@@ -205,3 +205,41 @@ def test_a_script_that_ends_early_says_what_it_printed(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"required: --data\. The knob `arguments`"):
         file.write_text(file.read_text() + "parser.parse_args()\n")
         _made(file)
+
+
+def test_a_script_that_needs_arguments_gets_them_by_its_knob(tmp_path: Path) -> None:
+    file = _written(
+        tmp_path / "needing.py",
+        """
+        import argparse
+        from trl import GRPOTrainer
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--said", required=True)
+        rows = [{"prompt": parser.parse_args().said}]
+        GRPOTrainer(model="m", reward_funcs=lambda completions, **row: [1.0], train_dataset=rows)
+        """,
+    )
+    environment = trl.make(json.dumps({"file": str(file), "script": True}))
+    assert environment.files == (str(file),)
+    ready = configure(environment, knobs={"arguments": "--said Go."})
+    assert next(iter(ready.tasks())).prompt == "Go."
+
+
+def test_a_script_reads_data_by_its_path_from_the_root_of_its_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(tmp_path / "scratch")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    _written(tmp_path / "data/rows.txt", "Go.")
+    (tmp_path / "openenv.yaml").touch()
+    file = _written(
+        tmp_path / "training/reading.py",
+        """
+        from pathlib import Path
+        from trl import GRPOTrainer
+        rows = [{"prompt": Path("data/rows.txt").read_text()}]
+        GRPOTrainer(model="m", reward_funcs=lambda completions, **row: [1.0], train_dataset=rows)
+        """,
+    )
+    assert next(iter(_made(file).tasks())).prompt == "Go."

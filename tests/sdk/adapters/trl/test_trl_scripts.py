@@ -338,11 +338,11 @@ def test_a_reward_that_asks_the_policy_says_so(tmp_path: Path) -> None:
 def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, script: Path) -> None:
     script.write_text(script.read_text().replace("import argparse, random", "import argparse, random, echo_env"))
     with pytest.raises(LoadError, match=r"No module named 'echo_env'.*echo-env @ git.*toprope env add .*count_up.py"):
-        trl.make(json.dumps({"file": str(script), "script": True}))
+        configure(trl.make(json.dumps({"file": str(script), "script": True})))
     idle = tmp_path / "idle.py"
     idle.write_text("print('nothing')\n")
     with pytest.raises(LoadError, match="without constructing a trainer"):
-        trl.make(json.dumps({"file": str(idle), "script": True}))
+        configure(trl.make(json.dumps({"file": str(idle), "script": True})))
     sampled = tmp_path / "sampled.py"
     sampled.write_text("from trl import GRPOTrainer\nGRPOTrainer(model='m', train_dataset=[], rollout_worker=1)\n")
     [listed] = trl.declared(sampled, parse(sampled))
@@ -356,12 +356,12 @@ def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, scri
     offline = tmp_path / "offline.py"
     offline.write_text("raise OSError('No snapshot. To go online, set HF_HUB_OFFLINE=0')\n")
     with pytest.raises(LoadError, match="the cache of the Hugging Face Hub, or environment.network"):
-        trl.make(json.dumps({"file": str(offline), "script": True}))
+        configure(trl.make(json.dumps({"file": str(offline), "script": True})))
     offline.write_text("raise ConnectionError(\"Couldn't reach 'someone/sums' on the Hub\")\n")
     with pytest.raises(LoadError, match="huggingface.co could not be reached$"):  # it is told what helps
-        trl.make(json.dumps({"file": str(offline), "script": True}))
+        configure(trl.make(json.dumps({"file": str(offline), "script": True})))
     with pytest.raises(LoadError, match="rollout function"):
-        trl.make(listed.target)
+        configure(trl.make(listed.target))
 
 
 def test_a_class_scored_by_a_function_is_found(tmp_path: Path) -> None:

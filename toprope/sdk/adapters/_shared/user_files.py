@@ -30,7 +30,7 @@ from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.authoring.loading import module_of
 from toprope.sdk.discovery import assignments
 from toprope.sdk.errors import EnvironmentMistake, LoadError
-from toprope.sdk.wall.paths import is_broad, package_of
+from toprope.sdk.wall.paths import is_broad, manifest_root, package_of
 
 __all__ = ["UserFile", "data_beside", "functions", "parsed", "prepare", "public_name", "within_package"]
 
@@ -155,6 +155,10 @@ def prepare(file: Path) -> None:
         if os.path.samefile(os.curdir, tempfile.gettempdir()) or not os.listdir():
             work_in_links(file.parent)
             _link_from_roots(file.absolute().parent)
+            if root := manifest_root(str(file)):  # from where scripts are run
+                for entry in Path(root).iterdir():
+                    if not entry.name.startswith(".") and not Path(entry.name).exists():
+                        Path(entry.name).symlink_to(entry)
     load_numpy()
 
 
