@@ -147,9 +147,9 @@ class UserFile:
 def prepare(file: Path) -> None:
     """Prepare this process for a user's file.
 
-    A worker starts in its scratch folder, or in an empty one where it is described; it changes to links to what lies
-    beside the file, whose relative paths are
-    of there, or of the root of its repository. NumPy is imported before the file, see `load_numpy`.
+    A worker starts in its scratch folder, or in another empty one for checks; it changes to links to what lies beside
+    the file, whose relative paths are of there, or of the root of its repository. NumPy is imported before the file,
+    see `load_numpy`.
     """
     with contextlib.suppress(OSError):  # a HOME, which nobody can list behind a wall
         if os.path.samefile(os.curdir, tempfile.gettempdir()) or not os.listdir():
