@@ -248,21 +248,23 @@ _TURN = Turn([], [1], [-0.1], [(0, 1)], "stop")
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "turns", "why", "told"),
+    ("outcomes", "texts", "turns", "why", "told"),
     [
-        ([Outcome(0.0), Outcome(0.0, error="SampleError: the prompt is too long")], [[], []], "nothing was sampled",
+        ([Outcome(0.0), Outcome(0.0, error="SampleError: the prompt is too long")], [], [[], []], "nothing was sampled",
          "contains a sampled token: SampleError: the prompt is too long"),
-        ([Outcome(0.0, error="JudgeFailed: style: busy")], [[_TURN]], "the judge failed",
+        ([Outcome(0.0)], ["the prompt has 9 tokens too many"], [[]], "nothing was sampled",
+         "contains a sampled token: its answer: the prompt has 9 tokens too many"),
+        ([Outcome(0.0, error="JudgeFailed: style: busy")], [], [[_TURN]], "the judge failed",
          "no answer of it could be judged: JudgeFailed: style: busy"),
     ],
 )  # fmt: skip
 def test_groups_that_cannot_be_trained_tell_the_error_of_their_rollouts(
-    member: Member, outcomes: list[Outcome], turns: list[list[Turn]], why: str, told: str
+    member: Member, outcomes: list[Outcome], texts: list[str], turns: list[list[Turn]], why: str, told: str
 ) -> None:
     class Useless:
         async def sample(self, *arguments: Any) -> Any:
             await asyncio.sleep(0)
-            return SampledGroup("t", [], [""] * len(outcomes), outcomes, turns, 0.1)
+            return SampledGroup("t", [], texts or [""] * len(outcomes), outcomes, turns, 0.1)
 
     async def run() -> None:
         async with asyncio.timeout(10):

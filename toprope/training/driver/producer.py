@@ -20,7 +20,7 @@ from toprope.errors import ComponentFailed, Corrupt
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Evaluated, Making
 from toprope.records.run.folder import RunFolder, checkpoints_in
-from toprope.sdk.errors import WorkerError
+from toprope.sdk.errors import WorkerError, shortened
 from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.component.member import CrewMember
 from toprope.training.evaluation.evaluator import Evaluator, newest_version, next_due
@@ -43,6 +43,8 @@ _WAIT_S = 20.0
 _ERROR_KIND = re.compile(r"^([A-Za-z_][\w.]{0,60}?)(?::|$)")
 _MAX_KINDS = 12
 _OTHER = "other"
+_ERROR_TEXT = 300
+"""Most characters of an answer that a message quotes."""
 
 # Reasons for which groups are given up. They are stored in status.json.
 _TOO_LONG = "the prompt left no room"
@@ -243,7 +245,9 @@ class GroupProducer:
             group = sampled.to_record(choice.label, self._group_id(number), choice.task.variant)
             if not group.tokens:
                 errors = [outcome.error for outcome in sampled.outcomes if outcome.error]
-                why = f": {errors[0]}" if errors else ""
+                # Frameworks write what refused a prompt in place of an answer.
+                answers = [f"its answer: {shortened(text, _ERROR_TEXT)}" for text in sampled.texts if text.strip()]
+                why = f": {found[0]}" if (found := errors + answers) else ""
                 if any(outcome.unjudged for outcome in sampled.outcomes):
                     return self._count_failure(choice, _UNJUDGED, f"no answer of it could be judged{why}")
                 return self._count_failure(choice, _EMPTY, f"no rollout of it contains a sampled token{why}")
