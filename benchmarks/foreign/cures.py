@@ -24,7 +24,7 @@ _RANGE = re.compile(r"gave (-?[\d.]+), beyond (-?[\d.]+) to (-?[\d.]+): declare 
 _WHOLE_ACTION = "action_json (true: the answer is the whole action) would do as well"
 _PACKAGES = {
     "PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dotenv": "python-dotenv",
-    "yaml": "pyyaml",
+    "hydra": "hydra-core", "yaml": "pyyaml",
 }  # fmt: skip
 """Module -> package of another name."""
 _SHUT = re.compile(r"Read-only file system: '(?P<place>[^']+)'|dir '(?P<made>[^']+)': Read-only file system")

@@ -357,6 +357,8 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
     for lack in ("builder is required but was not found on PATH.", "The package builder is not installed."):
         told = f"RuntimeError: {lack} Install with `pip install builder`."
         assert "asks for builder. If the owner agrees" in failed(entry, WorkerError("load", "LoadError", told)).hint
+    told = "ImportError: far is not installed. Run `pip install https://a.example/far.git`."
+    assert "asks for" not in failed(entry, WorkerError("load", "LoadError", told)).hint, "it names no package"
     keyed = failed(entry, WorkerError("raised", "ValueError", "Missing key. Set FAR_API_KEY"))
     assert "settings.yaml gives it to environments, variables: {environment: {FAR_API_KEY: ...}}" in keyed.hint
     for name in ("HF_TOKEN", "MY_ACCESS_TOKEN", "CLIENT_SECRET"):

@@ -78,7 +78,8 @@ _IMPORT = re.compile(
 _PROGRAM = re.compile(r"\[Errno 2\] No such file or directory: '(?P<program>[\w+-]+)'")
 _OTHER_VERSION = re.compile(r"; the installed (?P<package>[\w.-]+) (?P<version>\S+) lacks it\)?$")
 _LACKS = re.compile(
-    r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
+    r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>(?![\w+.-]+://)[\w.-]+(?:\[[\w,-]+\])?)|"
+    r"No module named '(?P<module>[\w.]+)'"
 )
 _PLAIN_MODULES = frozenset("common config core data helpers lib main models scripts src tests utils".split())
 """Modules of an author's own project; packages of these names on an index are of strangers."""
