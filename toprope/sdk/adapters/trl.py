@@ -30,6 +30,7 @@ import copy
 import dataclasses
 import inspect
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,12 +40,7 @@ from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.keys import keyed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import chat_of, text_of
-from toprope.sdk.adapters._shared.user_files import (
-    UserFile,
-    is_async,
-    parsed,
-    public_name,
-)
+from toprope.sdk.adapters._shared.user_files import UserFile, is_async, parsed, public_name
 from toprope.sdk.adapters._trl.listing import TURNS, declared
 from toprope.sdk.adapters._trl.messages import as_trl, is_content, observed, text_of_result
 from toprope.sdk.adapters._trl.script import run_script
@@ -89,6 +85,7 @@ class Trl(ToolEnvironment):
     def __init__(self, target: Mapping[str, Any]) -> None:
         self._target, self._script = dict(target), bool(target.get("script"))
         if self._script:
+            self._path = Path(os.path.abspath(Path(str(target.get("file") or "")).expanduser()))
             self._arguments = " ".join(map(shlex.quote, _names_of(target, "arguments")))
         self._failed: LoadError | None = None
         self._factories: dict[str | None, Callable[[], Any]] = {}
@@ -98,8 +95,7 @@ class Trl(ToolEnvironment):
             if not self._script:
                 raise
             self._failed = error  # until the knob gives the arguments that it needs
-            path = Path(str(target.get("file") or ""))
-            self.files, self.name = (str(path),), str(target.get("name") or path.stem)
+            self.files, self.name = (str(self._path),), str(target.get("name") or self._path.stem)
         if self._script:
             self.Knobs = _script_knobs(self._arguments, limited=bool(self._factories or self.tools or self._failed))
 
@@ -107,9 +103,8 @@ class Trl(ToolEnvironment):
         """Take rewards, environments, tools and rows from the names in the target, or from the script's trainer."""
         target = self._target
         if self._script:
-            path = Path(str(target.get("file") or "")).expanduser().absolute()
-            captured = run_script(path, shlex.split(self._arguments))
-            self._user = user = UserFile(str(path), captured.module)
+            captured = run_script(self._path, shlex.split(self._arguments))
+            self._user = user = UserFile(str(self._path), captured.module)
             self._factories = _passed_factories(captured.environment)
             self._functions = [_checked_reward(function) for function in captured.reward_funcs]
             self.tools = captured.tools  # type: ignore[misc]
@@ -146,6 +141,7 @@ class Trl(ToolEnvironment):
         if self._script and self.knobs.arguments != self._arguments:
             self._arguments = self.knobs.arguments
             self._load()
+            self._failed = None
         elif self._failed:
             raise self._failed
         if self._factories or self.tools:

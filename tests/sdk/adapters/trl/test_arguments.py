@@ -50,6 +50,18 @@ def test_values_have_the_types_of_their_fields(words: str, expected: Mine) -> No
     assert parsed(words, Settings)[0] == expected
 
 
+def test_classes_derived_from_a_configuration_keep_what_they_have_no_field_for() -> None:
+    @dataclass
+    class Derived(Settings):
+        extra: int = 1
+
+    class Further(Derived):
+        """Without fields of its own."""
+
+    made = Further(extra=2, reward_weights=[0.5])
+    assert (made.extra, made.reward_weights) == (2, [0.5])
+
+
 def test_configurations_take_the_names_that_no_dataclass_has() -> None:
     words = "--easy --max_tool_calling_iterations 3 --reward-weights 0.5 1 --dataset_streaming --beta=-1 --name x"
     mine, given, settings = parsed(words, ScriptArguments, Settings)

@@ -58,6 +58,7 @@ LOADING = """
     policy, tokenizer = FastLanguageModel.from_pretrained(model_name=PLACE)
     for one in (*policies, policy, FastLanguageModel.get_peft_model(policy, r=8)):
         total = sum(p.numel() for p in one.parameters() if p.requires_grad)
+        assert round(total / 1e6, 2) and one.config.vocab_size + 1
         print(f"{total:,} parameters, {100 * total / max(1, one.num_parameters()):.2f}%", next(one.parameters()).device)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer = get_chat_template(tokenizer, chat_template="chatml")
@@ -65,6 +66,7 @@ LOADING = """
     with wandb.init(project="p"):
         SFTTrainer(model=policy, args=SFTConfig(max_length=9)).train()
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Go."}], tokenize=False)
+    text += f"{tokenizer.eos_token}" + tokenizer.pad_token
     GRPOTrainer(model=policy, reward_funcs=lambda completions, **row: [1.0], train_dataset=[{"prompt": text}])
 """
 
@@ -99,7 +101,7 @@ def test_a_script_may_load_count_and_warm_up_its_policy(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     file = _written(tmp_path / "loading.py", LOADING.replace("PLACE", repr(str(tmp_path / "model"))))
     known = set(sys.modules)
-    assert next(iter(_made(file).tasks())).prompt == "[Go.]", "prompts are those of the real tokenizer"
+    assert next(iter(_made(file).tasks())).prompt == "[Go.]??", "prompts are those of the real tokenizer"
     assert not [name for name in set(sys.modules) - known if name.startswith(("peft.", "unsloth", "wandb"))]
 
 
@@ -114,6 +116,21 @@ def test_what_a_script_asks_its_policy_before_the_trainer_has_no_answer(tmp_path
         """,
     )
     with pytest.raises(LoadError, match=r"what comes before the trainer.*answers\. If an argument.*`arguments`"):
+        _made(file)
+
+
+def test_settings_of_a_logger_are_not_known(tmp_path: Path) -> None:
+    file = _written(
+        tmp_path / "sweeping.py",
+        """
+        import wandb
+        from trl import GRPOConfig, GRPOTrainer
+        weight = wandb.init(config={"weight": 0.25}).config.weight
+        GRPOTrainer(model="m", reward_funcs=lambda completions, **row: [1.0], train_dataset=[{"prompt": "a"}],
+                    args=GRPOConfig(reward_weights=[weight]))
+        """,
+    )
+    with pytest.raises(TypeError, match="float"):
         _made(file)
 
 
@@ -142,7 +159,7 @@ def test_a_script_imports_from_the_root_of_its_project_also_later(tmp_path: Path
         GRPOTrainer(model=model, reward_funcs=reward, train_dataset=[{"prompt": "a"}])
         """,
     )
-    environment = _made(file)
+    environment = _made(file.parent / ".." / file.parent.name / file.name)
     rollout = Rollout(environment, next(iter(environment.tasks())))
     rollout.begin()
     outcome: Any = rollout.advance("yes").outcome
@@ -187,6 +204,12 @@ def test_a_trainer_is_found_behind_a_dictionary_and_a_class_of_the_script(tmp_pa
     made = "Mine(model='m', reward_funcs=len, train_dataset=[{'prompt': 'a'}])\n"
     file = _written(tmp_path / "own.py", mine + text.replace("RETURNED", "super()._calculate_rewards(*given)") + made)
     assert _made(file).parts
+    file.write_text(mine + text.replace("RETURNED", "GRPOTrainer._calculate_rewards(self, *given)") + made)
+    assert _made(file).parts
+    timed = "    def timed(call): return functools.wraps(call)(lambda *given: call(*given))\n    @timed\n"
+    abstract = "import abc, functools\n" + mine.replace("(GRPOTrainer)", "(GRPOTrainer, abc.ABC)") + timed
+    file.write_text(abstract + text.replace("RETURNED", "super()._calculate_rewards(*given)") + made)
+    assert _made(file).parts, "what a decorator wraps counts"
     file.write_text(mine + text.replace("RETURNED", "[0.0]") + made)
     with pytest.raises(LoadError, match="replaces _calculate_rewards of TRL's trainer"):
         _made(file)
@@ -196,14 +219,18 @@ def test_a_script_that_ends_early_says_what_it_printed(tmp_path: Path) -> None:
     file = _written(tmp_path / "early.py", "import sys\nprint('Requires GPU.', file=sys.stderr)\n")
     with pytest.raises(LoadError, match=r"without constructing.*AsyncGRPOTrainer\. .* printed: «Requires GPU\.»"):
         _made(file)
-    file.write_text("print('No server.')\nraise SystemExit(1)\n")
-    with pytest.raises(LoadError, match=r"sys.exit.1.*printed: «No server\.»"):
+    file.write_text("print('No server on port', 80)\nraise SystemExit(1)\n")
+    with pytest.raises(LoadError, match=r"sys.exit.1.*printed: «No server on port 80»"):
         _made(file)
     file.write_text(
         "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--data', required=True)\n"
     )
-    with pytest.raises(LoadError, match=r"required: --data\. The knob `arguments`"):
-        file.write_text(file.read_text() + "parser.parse_args()\n")
+    text = file.read_text()
+    file.write_text(f"{text}parser.parse_args()\n")
+    with pytest.raises(LoadError, match=r"The knob `arguments`.* printed: «early\.py: error: .* required: --data»"):
+        _made(file)
+    file.write_text(f"{text}try: parser.parse_args()\nexcept SystemExit: parser.parse_args(['--data', 'a'])\n")
+    with pytest.raises(LoadError, match="without constructing"):
         _made(file)
 
 
@@ -221,8 +248,9 @@ def test_a_script_that_needs_arguments_gets_them_by_its_knob(tmp_path: Path) -> 
     )
     environment = trl.make(json.dumps({"file": str(file), "script": True}))
     assert environment.files == (str(file),)
-    ready = configure(environment, knobs={"arguments": "--said Go."})
-    assert next(iter(ready.tasks())).prompt == "Go."
+    for _ in range(2):
+        ready = configure(environment, knobs={"arguments": "--said Go."})
+        assert next(iter(ready.tasks())).prompt == "Go."
 
 
 def test_a_script_reads_data_by_its_path_from_the_root_of_its_project(
@@ -233,7 +261,11 @@ def test_a_script_reads_data_by_its_path_from_the_root_of_its_project(
     monkeypatch.chdir(tmp_path / "empty")  # as checks start a worker
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     _written(tmp_path / "data/rows.txt", "Go.")
-    (tmp_path / "openenv.yaml").touch()
+    for name in ("openenv.yaml", "a", "b", "c"):
+        (tmp_path / name).touch()
+    (tmp_path / "training").mkdir()
+    for name in ("a", "b", "c"):
+        (tmp_path / "training" / name).symlink_to(tmp_path / "gone")
     file = _written(
         tmp_path / "training/reading.py",
         """

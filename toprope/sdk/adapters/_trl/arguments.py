@@ -38,7 +38,7 @@ class _Taking(type):
         return _signature(cls)
 
     def __call__(cls, *positional: Any, **named: Any) -> Any:
-        is_derived = "__dataclass_fields__" in vars(cls)
+        is_derived = any("__dataclass_fields__" in vars(kind) for kind in cls.__mro__ if kind is not _Named)
         known = {field.name for field in _fields_of(cls)} if is_derived else set(named)
         made = super().__call__(*positional, **{name: value for name, value in named.items() if name in known})
         made.__dict__.update({name: value for name, value in named.items() if name not in known})

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import sys
+from abc import ABCMeta
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-from toprope.sdk.adapters._trl.arguments import ArgumentsError, Parser, ScriptArguments, Settings
+from toprope.sdk.adapters._trl.arguments import Parser, ScriptArguments, Settings
 from toprope.sdk.discovery import TRAINING_PACKAGES
 from toprope.sdk.errors import EnvironmentMistake
 
@@ -29,11 +30,12 @@ _OWN = ("_generate", "_generate_single_turn", "_generate_and_score_completions",
 """Methods of TRL's trainer that sample or score."""
 _SIZES = (
     *("parameters", "named_parameters", "num_parameters", "get_nb_trainable_parameters", "get_memory_footprint"),
-    *("config", "device", "dtype", "get_input_embeddings"),
+    *("device", "dtype", "get_input_embeddings"),
 )
 """What scripts ask a policy in order to log it, or to fit it to its tokenizer."""
 _TOKENIZING = ("apply_chat_template", "encode", "decode", "batch_decode", "tokenize", "vocab_size")
 """What prompts and rewards need of a tokenizer."""
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Constructed(BaseException):
@@ -49,7 +51,7 @@ class Constructed(BaseException):
         self.arguments, self.own = arguments, own
 
 
-class _AnyName(type):
+class _AnyName(ABCMeta):  # scripts mix in abstract classes
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -126,6 +128,7 @@ class _Size(_Anything):
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _computed
     __floordiv__ = __rfloordiv__ = __pow__ = __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _computed
+    __round__ = __neg__ = __mod__ = _computed
 
 
 class _Policy(_Anything):
@@ -134,6 +137,9 @@ class _Policy(_Anything):
     @staticmethod
     def _other() -> _Anything:
         return _Policy()
+
+    def __getattr__(self, name: str) -> Any:
+        return _Size() if name == "config" else super().__getattr__(name)  # that of a logger has a script's settings
 
     def __repr__(self) -> str:
         return "AutoModelForCausalLM, which is not loaded"
@@ -163,6 +169,8 @@ class _Tokenizer(_Anything):
         return tokenizer
 
     def __getattr__(self, name: str) -> Any:
+        if name in _TOKENS:
+            return _Token(self, name)
         return getattr(self._loaded(), name) if name in _TOKENIZING else super().__getattr__(name)
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
@@ -175,6 +183,25 @@ class _Tokenizer(_Anything):
         return True
 
 
+class _Token(_Anything):
+    """A special token, which needs its tokenizer only in a text: scripts pass it on to settings of training."""
+
+    def __init__(self, tokenizer: _Tokenizer, name: str) -> None:
+        self._tokenizer, self._kind = tokenizer, name
+
+    def __str__(self) -> str:
+        return str(getattr(self._tokenizer._loaded(), self._kind))
+
+    def __format__(self, form: str) -> str:
+        return format(str(self), form)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
 class _Trainer(metaclass=_AnyName):
     def __init__(self, model: Any = None, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None,
                  eval_dataset: Any = None, processing_class: Any = None, reward_processing_classes: Any = None,
@@ -183,8 +210,9 @@ class _Trainer(metaclass=_AnyName):
                  **named: Any) -> None:  # fmt: skip
         given = {"reward_funcs": reward_funcs, "args": args, "train_dataset": train_dataset, "tools": tools}
         given |= {"rollout_func": rollout_func, "environment_factory": environment_factory}
-        own = [method for name in _OWN if (method := getattr(type(self), name, None)) and hasattr(method, "__code__")]
-        replaced = [method.__name__ for method in own if "super" not in method.__code__.co_names]
+        own = {name: inspect.unwrap(getattr(type(self), name)) for name in _OWN}
+        codes = {name: method.__code__ for name, method in own.items() if hasattr(method, "__code__")}
+        replaced = [name for name, code in codes.items() if not {"super", name} & set(code.co_names)]
         raise Constructed({**named, **given}, replaced[0] if replaced else "")
 
     @staticmethod
@@ -272,7 +300,7 @@ def placeholders(main: ModuleType, words: Sequence[str]) -> Iterator[None]:
     Args:
         words: The command line of `main`.
     """
-    kept, argv, error = dict(sys.modules), sys.argv, argparse.ArgumentParser.error
+    kept, argv = dict(sys.modules), sys.argv
     added = {name: _module(name) for name in (*TRAINING_PACKAGES, *_TRAINING_MODULES)}
     places = [added[name] for name in _TRAINING_MODULES]
     for name in _PLACES:
@@ -294,11 +322,10 @@ def placeholders(main: ModuleType, words: Sequence[str]) -> Iterator[None]:
     added[_ASYNC].__dict__.update(AsyncGRPOTrainer=_Trainer, AsyncGRPOConfig=Settings)
     sys.modules.update({**added, "__main__": main})
     sys.argv = [str(main.__file__), *words]
-    argparse.ArgumentParser.error = _say_what_is_wrong  # type: ignore[method-assign]
     try:
         yield
     finally:
-        sys.argv, argparse.ArgumentParser.error = argv, error  # type: ignore[method-assign]
+        sys.argv = argv
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(finder)
         for name in (*added, "__main__", *filter(_is_training, list(sys.modules))):
@@ -307,15 +334,6 @@ def placeholders(main: ModuleType, words: Sequence[str]) -> Iterator[None]:
             else:
                 sys.modules.pop(name, None)
         changes.undo()
-
-
-def _say_what_is_wrong(self: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Raise what is wrong with a command line, which argparse would print to the log alone.
-
-    Raises:
-        ArgumentsError: Always.
-    """
-    raise ArgumentsError(message)
 
 
 def _is_training(name: str) -> bool:

@@ -32,6 +32,8 @@ TRAINERS = ("GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
 OWN_SAMPLING = "rollout_worker"
 """Argument of a trainer whose rollouts are sampled by an agent program with TRL's own server."""
 _FINISHED = "The script ended without constructing a trainer"
+_LONGEST = 200
+"""Characters of a printed line that a message quotes."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class _Heard:
     """Writes what a script prints to the log, and keeps the last line of it."""
 
     def __init__(self, log: Any) -> None:
-        self.log, self.last = log, ""
+        self.log, self.last, self._begun = log, "", ""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -105,7 +107,9 @@ class _Heard:
         return f" The last that it printed: «{self.last}»." if self.last else ""
 
     def write(self, text: str) -> int:
-        self.last = next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), self.last)
+        lines = (self._begun + text).splitlines(keepends=True)  # print() writes a line in parts
+        self.last = next((line.strip()[:_LONGEST] for line in reversed(lines) if line.strip()), self.last)
+        self._begun = "" if not lines or lines[-1].endswith(("\n", "\r")) else lines[-1][:_LONGEST]
         return int(self.log.write(text) or 0)
 
     def __getattr__(self, name: str) -> Any:
