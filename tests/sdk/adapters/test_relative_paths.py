@@ -1,16 +1,18 @@
-"""Users' files that name their data relative to themselves, in a worker, which starts in its scratch folder."""
+"""Users' files that name data or modules relative to themselves, in a worker, which starts in its scratch folder."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toprope.sdk.adapters._shared.user_files import prepare
+from toprope.sdk.adapters._shared.user_files import prepare, within_package
+from toprope.sdk.authoring.loading import find_above
 from toprope.sdk.wall.plan import Wall
 from toprope.sdk.worker.client import WorkerClient
 
@@ -80,3 +82,19 @@ def test_data_beside_a_file_is_found_from_the_root_of_its_repository(
     Path("environments/sums/notes.txt").write_text("a new file")
     assert sorted(entry.name for entry in folder.parent.rglob("*")) == ["other.csv", "rows.csv", "sums"]
     assert not Path("environments/other.csv").exists()
+
+
+def test_package_behind_a_link_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (folder := tmp_path / "package_of_this_test").mkdir()
+    start = folder / "__init__.py"
+    start.write_text("import no_such_module\n")
+    (folder / "rules.py").touch()
+    (folder / "task.py").write_text("from . import rules\nimport package_of_this_test.rules as whole\n")
+    find_above(folder / "task.py")
+    for _ in range(2):  # the first leaves no half of the package
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+            within_package(folder / "task.py")
+    start.write_text("\n" * 9)
+    module = within_package(folder / "task.py")
+    assert module.rules is module.whole and module.__file__ == str(folder / "task.py")

@@ -157,7 +157,7 @@ def prepare(file: Path) -> None:
             _link_from_roots(file.absolute().parent)
             if root := manifest_root(str(file)):  # from where scripts are run
                 for entry in Path(root).iterdir():
-                    if not entry.name.startswith(".") and not Path(entry.name).exists():
+                    if not entry.name.startswith(".") and not os.path.lexists(entry.name):
                         Path(entry.name).symlink_to(entry)
     load_numpy()
 
@@ -167,9 +167,10 @@ def within_package(file: Path) -> ModuleType:
 
     Authors run it from a folder above, where Python takes every folder for a package.
     """
+    file = Path(os.path.abspath(file))
     top = Path(package_of(str(file)) or file.parent)
     name, place = top.name.replace(".", "_"), [str(top)]
-    while _is_taken(name, place):
+    while _is_taken(name, top):
         name += "_"
     if name not in sys.modules:
         package = sys.modules[name] = ModuleType(name)
@@ -178,16 +179,24 @@ def within_package(file: Path) -> ModuleType:
             spec = importlib.util.spec_from_file_location(name, top / "__init__.py", submodule_search_locations=place)
             assert spec is not None and spec.loader is not None
             package = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(package)
+            try:
+                spec.loader.exec_module(package)
+            except BaseException:  # whose next import must not find the half of it
+                sys.modules.pop(name, None)
+                raise
+    sys.modules[name].__path__ = place  # may be a link, beside which nothing lies
     return importlib.import_module(".".join((name, *file.relative_to(top).with_suffix("").parts)))
 
 
-def _is_taken(package: str, place: list[str]) -> bool:
-    """Return True if another package, imported or not, has a name."""
+def _is_taken(package: str, folder: Path) -> bool:
+    """Return True if another package than a folder's, imported or not, has a name; `find_above` has links to some."""
     if package in sys.modules:
-        return getattr(sys.modules[package], "__path__", []) != place
-    spec = importlib.util.find_spec(package)
-    return spec is not None and list(spec.submodule_search_locations or ()) != place
+        places = getattr(sys.modules[package], "__path__", [])
+    elif (spec := importlib.util.find_spec(package)) is not None:
+        places = spec.submodule_search_locations or []
+    else:
+        return False
+    return list(map(os.path.realpath, places)) != [os.path.realpath(folder)]
 
 
 def _link_from_roots(folder: Path) -> None:
