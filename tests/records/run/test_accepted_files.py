@@ -35,6 +35,14 @@ def test_packages_beside_an_environment_and_relative_imports_are_accepted(tmp_pa
     assert names(inner, tmp_path) == {"games/__init__.py", "games/chess.py", "games/rules.py"}
 
 
+def test_code_at_the_root_of_an_openenv_project_is_accepted(tmp_path):
+    made(tmp_path, training__rewards="import server.rules, models", server__rules="", models="", client="")
+    source = EnvironmentSource(name="a", file=str(tmp_path / "training" / "rewards.py"), attribute="A")
+    assert names(source, tmp_path) == {"training/rewards.py"}
+    (tmp_path / "openenv.yaml").touch()
+    assert names(source, tmp_path) == {"training/rewards.py", "server/rules.py", "models.py"}
+
+
 @pytest.mark.parametrize("shadow", ["helper/__init__.py", "helper.abi3.so", "helper.so", "json.py"])
 def test_modules_that_shadow_an_accepted_one_and_removed_ones_are_changes(tmp_path, shadow):
     made(tmp_path, env="import helper, json", helper="")
