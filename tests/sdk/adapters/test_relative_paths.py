@@ -84,6 +84,15 @@ def test_data_beside_a_file_is_found_from_the_root_of_its_repository(
     assert not Path("environments/other.csv").exists()
 
 
+def test_empty_folder_without_a_wall_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").touch()
+    (empty := tmp_path / "empty").mkdir()
+    monkeypatch.chdir(empty)
+    monkeypatch.delenv("TOPROPE_WALLED", raising=False)
+    prepare(tmp_path / "mine.py")
+    assert Path.cwd() == empty
+
+
 def test_package_behind_a_link_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (folder := tmp_path / "package_of_this_test").mkdir()

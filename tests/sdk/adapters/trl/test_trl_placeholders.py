@@ -259,6 +259,7 @@ def test_a_script_reads_data_by_its_path_from_the_root_of_its_project(
     for name in ("scratch", "empty"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "empty")  # as checks start a worker
+    monkeypatch.setenv("TOPROPE_WALLED", "1")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     _written(tmp_path / "data/rows.txt", "Go.")
     for name in ("openenv.yaml", "a", "b", "c"):

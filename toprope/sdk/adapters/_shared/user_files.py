@@ -147,12 +147,13 @@ class UserFile:
 def prepare(file: Path) -> None:
     """Prepare this process for a user's file.
 
-    A worker starts in its scratch folder, or in another empty one for checks; it changes to links to what lies beside
-    the file, whose relative paths are of there, or of the root of its repository. NumPy is imported before the file,
-    see `load_numpy`.
+    A worker behind a wall starts in its scratch folder, or in another empty one for checks; it changes to links to what
+    lies beside the file, whose relative paths are of there, or of the root of its repository. An empty folder without a
+    wall may be the owner's own. NumPy is imported before the file, see `load_numpy`.
     """
     with contextlib.suppress(OSError):  # a HOME, which nobody can list behind a wall
-        if os.path.samefile(os.curdir, tempfile.gettempdir()) or not os.listdir():
+        is_for_checks = os.environ.get("TOPROPE_WALLED") and not os.listdir()
+        if is_for_checks or os.path.samefile(os.curdir, tempfile.gettempdir()):
             work_in_links(file.parent)
             _link_from_roots(file.absolute().parent)
             if root := manifest_root(str(file)):  # from where scripts are run
