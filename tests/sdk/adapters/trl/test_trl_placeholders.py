@@ -89,6 +89,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scripts_may_ask_which_settings_and_arguments_trl_has(tmp_path: Path) -> None:
     file = _written(tmp_path / "checking.py", CHECKING)
+    [listed] = trl.declared(file, ast.parse(file.read_text()))
+    assert listed.turns is None, "what a dictionary holds is not known from a file"
     environment = _made(file)
     assert environment.parts["reward"].weight == 0.5 and environment.max_turns == 4
 

@@ -72,7 +72,8 @@ def _names(node: ast.expr) -> set[str]:
 
 
 def _script_listed(file: Path, tree: ast.Module, call: ast.Call) -> Listed:
-    has_tools = bool({keyword.arg for keyword in call.keywords} & {"tools", "environment_factory"})
+    passed = {keyword.arg for keyword in call.keywords}
+    has_tools = bool(passed & {"tools", "environment_factory"})
     description = first_line(ast.get_docstring(tree))
     return Listed(
         name=file.stem,
@@ -80,11 +81,11 @@ def _script_listed(file: Path, tree: ast.Module, call: ast.Call) -> Listed:
         description=description
         if description and not description.startswith("```")
         else f"The training script {file.name} of TRL",
-        turns=None if has_tools else 1,
+        turns=None if has_tools or None in passed else 1,  # `**settings` may have an environment
         tools=has_tools,
         tags=("trl",),
         problem="Its rollouts are sampled by TRL's own rollout worker, which an environment cannot have."
-        if any(keyword.arg == OWN_SAMPLING for keyword in call.keywords)
+        if OWN_SAMPLING in passed
         else "",
     )
 
