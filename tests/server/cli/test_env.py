@@ -6,13 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import pytest
 import yaml
 from mcp.client import Client
 from toprope_server.cli.app import build
+from toprope_server.cli.env.trial import _show
 from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role, owners_role
 from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
@@ -25,7 +27,9 @@ from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.tools_house import make_workshop
 from toprope.errors import EnvironmentFailed
+from toprope.records.journal import groups
 from toprope.sdk.wall import network_refusal
+from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
 from toprope.workbench.interpreters.registry import Added
 
@@ -62,6 +66,15 @@ class Shell:
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     return Shell(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("highest", "told"), [(2.0, "reward 0.5 of 2;"), (1e6, "reward 0.5;")])
+def test_reward_is_shown_beside_a_bound_that_its_author_names(
+    highest: float, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = SampledGroup("t", [], ["x"], [groups.Outcome(0.5)], [[]], 0.1)
+    assert _show(group, 0, cast(Any, SimpleNamespace(max_reward=highest))) == 0
+    assert told in capsys.readouterr().out
 
 
 def test_env_new_template_is_listed_and_passes_its_test(shell: Shell) -> None:

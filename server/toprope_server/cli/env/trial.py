@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from toprope.workbench.entries import Entry
 
 SOLVER = "solver"
+_UNDECLARED = 1000.0
+"""From here on a highest reward is the bound that an adapter sets for authors who name none."""
 _LONGEST = 2000
 
 
@@ -257,8 +259,9 @@ def _show(group: SampledGroup, index: int, card: Card) -> int:
     parts = ", ".join(f"{name} {number(value)}" for name, value in outcome.parts.items())
     facts = [f"success {'yes' if outcome.success else 'no'}", f"{outcome.turns} turns" if outcome.turns > 1 else ""]
     facts.append("cut at the maximum length" if outcome.truncated else "")
+    most = f" of {number(card.max_reward)}" if card.max_reward < _UNDECLARED else ""
     typer.echo(
-        f"reward {number(outcome.reward)} of {number(card.max_reward)}"
+        f"reward {number(outcome.reward)}{most}"
         f"{f' ({parts})' if parts else ''}; {', '.join(fact for fact in facts if fact)}"
     )
     if outcome.error:
