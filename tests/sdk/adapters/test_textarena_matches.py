@@ -147,3 +147,12 @@ def test_games_of_a_file_are_textarenas(tmp_path: Path, monkeypatch: pytest.Monk
         assert isinstance(environment, kind) and environment.Knobs().start == 7  # type: ignore[attr-defined]
         assert environment.files == (str(file),) and environment.name == "textarena/Countdown"
     assert textarena.declared(file, ast.parse(OWN.replace("textarena", "gymnasium"))) == []
+    for players in ("num_players: int = 1, seed=None", "seed=None, options=None"):  # the latter is Gymnasium's
+        tree = ast.parse(OWN.replace("num_players: int, seed=None", players))
+        found = [listed.tags[0] for adapter in (textarena, gymnasium) for listed in adapter.declared(file, tree)]
+        assert found == ["textarena" if "num_players" in players else "gymnasium"]
+    solo, pair = (OWN.replace("{kept}", f"'{state}'") for state in ("ta.SinglePlayerState", "ta.TwoPlayerState"))
+    file = tmp_path / "both.py"
+    file.write_text(solo + pair.replace("Countdown", "Duel"))
+    assert isinstance(textarena.make(f"{file}:Countdown"), textarena.TextArena)
+    assert isinstance(textarena.make(f"{file}:Duel"), match.Match), "its file has a game for one player, too"

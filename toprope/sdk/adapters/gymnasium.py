@@ -64,6 +64,7 @@ from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import chat_of, rows_of
 from toprope.sdk.adapters._shared.user_files import ROWS, UserFile, data_beside, parsed
+from toprope.sdk.adapters._textarena.files import games_in
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
 from toprope.sdk.authoring.knobs import REQUIRED, is_required, knob
 from toprope.sdk.discovery import first_line
@@ -280,8 +281,9 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     rows = data_beside(file, tree)
     classes: dict[str, tuple[ast.ClassDef, set[str]]] = {}
     inherited = set[str]()
+    others = games_in(tree)  # TextArena's
     for node in tree.body:
-        if not isinstance(node, ast.ClassDef):
+        if not isinstance(node, ast.ClassDef) or node in others:
             continue
         # `gym.Env` is not a class `Env` of this file.
         bases = {base.id for base in _bases(node) if isinstance(base, ast.Name)} & classes.keys()
@@ -326,17 +328,11 @@ def _methods(node: ast.ClassDef) -> set[str]:
     if _STEPPING in bases:
         return {"init", "step", *defined}
     excluded = node.name.startswith("_") or node.name.endswith("Client")  # the latter asks a server
-    excluded |= "reset" in defined and _requires(defined["reset"], "num_players")  # a game of TextArena
     if excluded or "step" not in defined or len(defined["step"].args.args) != 2:
         return set()
     if "BaseTextEnv" in bases:
         return {"init", *defined}
     return set(defined) if "reset" in defined and (not bases or bases & _BASES) else set()
-
-
-def _requires(method: ast.FunctionDef, name: str) -> bool:
-    arguments = method.args.args
-    return name in [argument.arg for argument in arguments[: len(arguments) - len(method.args.defaults)]]
 
 
 def _maker(target: Mapping[str, Any]) -> tuple[Callable[..., Any], UserFile | None]:

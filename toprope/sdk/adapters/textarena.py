@@ -26,7 +26,7 @@ from typing import Any
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._textarena.asked import ASKS, lead_to_judge
-from toprope.sdk.adapters._textarena.files import declared, game_of
+from toprope.sdk.adapters._textarena.files import declared, game_of, state_of
 from toprope.sdk.adapters._textarena.games import LIMITS, Games, answer_limit, game_knobs, plain_arguments, seen_text
 from toprope.sdk.adapters._textarena.match import Match, tags_of
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
@@ -146,7 +146,8 @@ def make(target: str) -> TextArena | Match:
         ) from error
     if ".py:" in target:
         user, kind, specification = game_of(target)
-        environment = _made(kind.__name__, specification, kind, user.path.read_text("utf-8", "replace"))
+        text = user.path.read_text("utf-8", "replace")
+        environment = _made(kind.__name__, specification, kind, _ONE_PLAYER in state_of(user, kind), ASKS in text)
         environment.files = user.files(None)
         return environment
     if target not in ENV_REGISTRY:
@@ -163,12 +164,12 @@ def make(target: str) -> TextArena | Match:
         ) from error
     except ModuleNotFoundError as error:
         raise LoadError(f"{target} needs {error.name}: {sys.executable} -m pip install {error.name}") from error
-    return _made(target, specification, kind, Path(sys.modules[module].__file__ or "").read_text("utf-8", "replace"))
+    text = Path(sys.modules[module].__file__ or "").read_text("utf-8", "replace")
+    return _made(target, specification, kind, _ONE_PLAYER in text, ASKS in text)
 
 
-def _made(target: str, specification: Any, kind: type, text: str) -> TextArena | Match:
-    """Make the environment of a game whose file has a text."""
-    alone, asks = _ONE_PLAYER in text, ASKS in text
+def _made(target: str, specification: Any, kind: type, alone: bool, asks: bool) -> TextArena | Match:
+    """Make the environment of a game, which is for one player or asks a model."""
     if alone and not asks:
         return TextArena(target, specification, kind)
     if asks:

@@ -12,16 +12,14 @@ from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.user_files import UserFile
 from toprope.sdk.discovery import first_line, imports_in
 
-__all__ = ["declared", "game_of"]
+__all__ = ["declared", "game_of", "games_in", "state_of"]
 
 _PACKAGE = "textarena"
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List the games of a file."""
-    if not any(name.partition(".")[0] == _PACKAGE for level, name in imports_in(tree) if not level):
-        return []
-    games = [node for node in tree.body if isinstance(node, ast.ClassDef) and _is_game(node)]
+    games = games_in(tree)
     return [
         Listed(
             name=file.stem if len(games) == 1 else f"{file.stem}-{node.name.lower()}",
@@ -33,10 +31,19 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     ]
 
 
+def games_in(tree: ast.Module) -> list[ast.ClassDef]:
+    """Return the games of a file. Classes of Gymnasium look alike, but their `reset` has no number of players."""
+    if not any(name.partition(".")[0] == _PACKAGE for level, name in imports_in(tree) if not level):
+        return []
+    return [node for node in tree.body if isinstance(node, ast.ClassDef) and _is_game(node)]
+
+
 def _is_game(node: ast.ClassDef) -> bool:
     bases = {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases}
-    defined = {method.name for method in node.body if isinstance(method, ast.FunctionDef)}
-    return "Env" in bases and {"reset", "step"} <= defined and not node.name.startswith("_")
+    defined = {method.name: method.args for method in node.body if isinstance(method, ast.FunctionDef)}
+    if "Env" not in bases or not {"reset", "step"} <= defined.keys() or node.name.startswith("_"):
+        return False
+    return "num_players" in [parameter.arg for parameter in (*defined["reset"].args, *defined["reset"].kwonlyargs)]
 
 
 def game_of(target: str) -> tuple[UserFile, type, Any]:
@@ -51,3 +58,11 @@ def game_of(target: str) -> tuple[UserFile, type, Any]:
     parameters = inspect.signature(kind).parameters.values()
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
     return user, kind, SimpleNamespace(kwargs=defaults, default_wrappers=None)
+
+
+def state_of(user: UserFile, kind: type) -> str:
+    """Return the text that tells a game's kind of state: its class, as others of the file may be for more players; the
+    whole file if a function outside makes it."""
+    classes = (inspect.getsource(each) for each in kind.__mro__ if each.__module__ == kind.__module__)
+    text = "\n".join(classes)
+    return text if "PlayerState" in text else user.path.read_text("utf-8", "replace")
