@@ -181,6 +181,13 @@ def test_judge_names_split_and_process_problems() -> None:
     fewer = SplitSeen(words.tasks[:30], 30, False)
     [few] = judge(seen_with(*SOUND, splits={"train": words, "heldout": fewer}))
     assert few.rule == "one_prompt" and few.what.startswith("All 120 tasks that were looked at have 3 prompts:")
+    lengths = (number % 30 if number < 60 else number for number in range(100))
+    words = SplitSeen(tuple(TaskSeen(str(n), f"A word of {n} letters.", None) for n in lengths), 100, False)
+    assert named(seen_with(*SOUND, splits={"train": words, "heldout": replace(words, tasks=words.tasks[:20])})) == {
+        "one_prompt": "note"
+    }, "most share theirs"
+    others = SplitSeen(tuple(TaskSeen(str(n), f"A name of {n} letters.", None) for n in range(20)), 20, False)
+    assert named(seen_with(*SOUND, splits={"train": fewer, "heldout": others})) == {}, "no split has another's"
     odd = seen_with(
         *SOUND,
         ended=[Ended("score long", True, "no answer")],

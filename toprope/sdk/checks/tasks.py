@@ -6,7 +6,7 @@ from collections import Counter
 
 from toprope.sdk.checks.answers import bare
 from toprope.sdk.checks.observed import ASKED, Finding, Level, Observed, SplitSeen, copies_counted, cut
-from toprope.sdk.checks.texts import overlap
+from toprope.sdk.checks.texts import overlap, prompts_of_most
 
 __all__ = ["TASKS"]
 
@@ -135,11 +135,10 @@ def one_answer(seen: Observed) -> Finding | None:
 
 
 def one_prompt(seen: Observed) -> Finding | None:
-    """All tasks of all splits have one prompt, or few, and no references that tell them apart."""
+    """All tasks of all splits have one prompt, or splits share those of most, and no references tell them apart."""
     tasks = [task for split in seen.splits.values() if not split.shared for task in split.tasks]
     prompts = {(task.prompt, task.reference) for task in tasks}
-    few = 2 * len(prompts) <= len(tasks) and all(reference is None for _, reference in prompts)
-    if len(tasks) < _FEW_ALIKE or (len(prompts) > 1 and not few):
+    if len(tasks) < _FEW_ALIKE or (len(prompts) > 1 and not _share_left_out(seen)):
         return None
     share = "the same prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
     return Finding(
@@ -155,6 +154,14 @@ def one_prompt(seen: Observed) -> Finding | None:
         ),
         {"tasks": len(tasks)},
     )
+
+
+def _share_left_out(seen: Observed) -> bool:
+    """Return True if splits share prompts that tell nothing to `overlap`, nor do references."""
+    splits = [_pairs(split) for split in seen.splits.values() if not split.shared]
+    left_out = set[str]().union(*map(prompts_of_most, splits))
+    found_in = Counter(pair for pairs in splits for pair in set(pairs))
+    return any(count > 1 and pair[0] in left_out and pair[1] is None for pair, count in found_in.items())
 
 
 def answer_given(seen: Observed) -> Finding | None:

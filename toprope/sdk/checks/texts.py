@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Overlap", "overlap", "words_of"]
+__all__ = ["Overlap", "overlap", "prompts_of_most", "words_of"]
 
 _WORD = re.compile(r"\w+|(?:([^\w\s])\1*)")
 """A word, or a run of one character: in a drawing the length of the run matters."""
@@ -57,7 +57,7 @@ def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, 
         unseen: Prompts and right answers of tasks that must not occur elsewhere.
         seen: Prompts and right answers of the other split.
     """
-    shared = _prompts_of_most(unseen) | _prompts_of_most(seen)
+    shared = prompts_of_most(unseen) | prompts_of_most(seen)
     tasks = len(unseen)
     unseen = [pair for pair in unseen if pair[0] not in shared]
     seen = [pair for pair in seen if pair[0] not in shared]
@@ -78,7 +78,8 @@ def overlap(unseen: Sequence[tuple[str, str | None]], seen: Sequence[tuple[str, 
     return Overlap(tasks, sum(copies), near)
 
 
-def _prompts_of_most(tasks: Sequence[tuple[str, str | None]]) -> set[str]:
+def prompts_of_most(tasks: Sequence[tuple[str, str | None]]) -> set[str]:
+    """Return the prompts that most tasks of a split share; see `overlap`."""
     counts = Counter(prompt for prompt, _ in tasks)
     most = {prompt for prompt, count in counts.most_common(1) if count > max(len(tasks) / 2, 1)}
     repeated = {task: count for task, count in Counter(tasks).items() if task[1] is None and count > 1}
