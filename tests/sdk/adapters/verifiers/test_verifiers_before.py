@@ -316,6 +316,7 @@ def test_what_solves_a_task_is_the_part_of_the_largest_weight(copying: OwnLoop) 
     tied = {"form": Part(1.0), "right": Part(1.0)}
     assert not is_solved(knobs, tied, {"form": 1.0, "right": 0.0}, 1.0), "both have the largest weight"
     assert is_solved(knobs, {**parts, "move_penalty": Part(1.0)}, {"right": 1.0, "move_penalty": 0.0}, 1.0)
+    assert not is_solved(knobs, {"right_with_penalty": Part(1.0), "form": Part(0.2)}, {"form": 1.0}, 0.2)
     assert not is_solved(knobs, parts, {"right": 0.0, "form": 1.0}, 1.1, ["right"])
     assert is_solved(knobs, parts, {"right": 0.0, "form": 0.2}, 1.2, ["right"]), "its rewards have names of their own"
     knobs = replace(knobs, success_reward=1.1)

@@ -313,7 +313,8 @@ def is_solved(
     """Return True if a rollout solved its task.
 
     Without `success_reward`, the parts with the largest weight have to be as large as they can be: further parts reward
-    formats, or punish, and cannot all be at their best. Nor can functions called penalties, which give 0 at most.
+    formats, or punish, and cannot all be at their best. Nor can functions called penalties, which give 0 at most; one
+    that outweighs all others is a reward with a penalty in it.
 
     Args:
         unnamed: Parts whose rewards have names of their own; if one has the largest weight, the reward has to be as
@@ -324,10 +325,11 @@ def is_solved(
     weighted = [name for name, part in parts.items() if part.weight > 0]
     if not weighted:  # penalties alone, or no part with a name
         return bool(reward >= (0.0 if any(part.weight for part in parts.values()) else 1.0) - 1e-9)
-    weighted = [name for name in weighted if "penalty" not in name.lower()] or weighted
     most = max(parts[name].weight for name in weighted)
-    main = [name for name in weighted if parts[name].weight >= most - 1e-9]
+    heaviest = [name for name in weighted if parts[name].weight >= most - 1e-9]
+    main = [name for name in heaviest if "penalty" not in name.lower()] or heaviest
     if any(name in unnamed for name in main):
+        weighted = [name for name in weighted if name in main or "penalty" not in name.lower()]
         return bool(reward >= sum(parts[name].weight * parts[name].high for name in weighted) - 1e-9)
     return all(values.get(name, 0.0) >= parts[name].high - 1e-9 for name in main)
 
