@@ -147,6 +147,8 @@ def test_games_of_a_file_are_textarenas(tmp_path: Path, monkeypatch: pytest.Monk
         assert isinstance(environment, kind) and environment.Knobs().start == 7  # type: ignore[attr-defined]
         assert environment.files == (str(file),) and environment.name == "textarena/Countdown"
     assert textarena.declared(file, ast.parse(OWN.replace("textarena", "gymnasium"))) == []
+    [listed] = textarena.declared(tmp_path / "countdown" / "env.py", ast.parse(OWN))
+    assert listed.name == "countdown", "TextArena calls the file of each game env.py"
     for players in ("num_players: int = 1, seed=None", "seed=None, options=None"):  # the latter is Gymnasium's
         tree = ast.parse(OWN.replace("num_players: int, seed=None", players))
         found = [listed.tags[0] for adapter in (textarena, gymnasium) for listed in adapter.declared(file, tree)]

@@ -60,7 +60,7 @@ from toprope.sdk.adapters._gymnasium.spaces import (
 )
 from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.keys import held, keyed
-from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._shared.listing import Listed, name_of_class
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import chat_of, rows_of
 from toprope.sdk.adapters._shared.user_files import ROWS, UserFile, data_beside, parsed
@@ -298,7 +298,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
         problem = f"No rows: add a list `rows` with prompts, or {file.stem}.jsonl beside {file.name}."
         listed.append(
             Listed(
-                name=_name(file, node.name, alone=len(environments) == 1),
+                name=name_of_class(file, node.name, alone=len(environments) == 1),
                 target=json.dumps({key: value for key, value in target.items() if value}),
                 description=text or f"{node.name} of {file.name}, an environment with reset and step",
                 tags=Gymnasium.tags,
@@ -306,12 +306,6 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
             )
         )
     return listed
-
-
-def _name(file: Path, name: str, *, alone: bool) -> str:
-    """The name of a class's environment: of its file, or of the folder for a file with a name that says nothing."""
-    plain = file.parent.name if file.stem in ("env", "environment") else file.stem
-    return plain if alone else f"{plain}-{name.lower()}"
 
 
 def _bases(node: ast.ClassDef) -> list[ast.expr]:

@@ -26,9 +26,10 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["Listed", "why_not", "with_nltk_data"]
+__all__ = ["Listed", "name_of_class", "why_not", "with_nltk_data"]
 
 _Made = TypeVar("_Made")
 _NLTK_DATA = re.compile(r"nltk\.download\('(\w+)'\)")
@@ -57,6 +58,12 @@ class Listed:
     """`install`, `network`, `download` (a network once) or `key` if the problem is one of these."""
     content: str = ""
     """Digest of the package that provides it, which tells packages with one module name apart; empty if unknown."""
+
+
+def name_of_class(file: Path, name: str, *, alone: bool) -> str:
+    """The name of a class's environment: of its file, or of the folder for a file with a name that says nothing."""
+    plain = file.parent.name if file.stem in ("env", "environment") else file.stem
+    return plain if alone else f"{plain}-{name.lower()}"
 
 
 def with_nltk_data(make: Callable[[], _Made]) -> _Made:

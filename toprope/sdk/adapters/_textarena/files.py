@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._shared.listing import Listed, name_of_class
 from toprope.sdk.adapters._shared.user_files import UserFile
 from toprope.sdk.discovery import first_line, imports_in
 
@@ -22,7 +22,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     games = games_in(tree)
     return [
         Listed(
-            name=file.stem if len(games) == 1 else f"{file.stem}-{node.name.lower()}",
+            name=name_of_class(file, node.name, alone=len(games) == 1),
             target=f"{file}:{node.name}",
             description=first_line(ast.get_docstring(node)) or f"{node.name} of {file.name}, a game of TextArena",
             tags=(_PACKAGE, "game", "multi-turn"),
