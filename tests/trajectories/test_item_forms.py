@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from toprope.errors import InvalidValue
-from toprope.trajectories.items import TrajectoryItem, item_from
+from toprope.trajectories.items import item_from
 
 
 def test_item_from_reads_three_shapes_and_refuses_others():
@@ -25,32 +23,6 @@ def test_item_from_reads_three_shapes_and_refuses_others():
     ):
         with pytest.raises(InvalidValue, match=said):
             item_from(wrong, "line 1")
-
-
-_ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
-
-
-@pytest.mark.parametrize(
-    "tools",
-    [[{"type": "function", "function": _ADD}], [_ADD], json.dumps([_ADD])],
-    ids=["OpenAI's", "ShareGPT's", "JSON text of a table"],
-)
-def test_tools_of_an_item_are_kept(tools):
-    item = item_from({"prompt": "q", "completion": "a", "tools": tools}, "line 1")
-    assert item.metadata["tools"] == [{"type": "function", "function": _ADD}]
-
-
-@pytest.mark.parametrize("tools", [{"add": _ADD}, "add", ["add"], [{}], [{"function": "add"}]])
-def test_tools_without_names_are_refused(tools):
-    with pytest.raises(InvalidValue, match="line 1: tools must be a list of functions with a name"):
-        item_from({"prompt": "q", "completion": "a", "tools": tools}, "line 1")
-
-
-def test_answers_of_calls_alone_have_ids_of_their_own():
-    calls = [[{"id": "1", "function": {"name": "add", "arguments": one}}] for one in ("{}", '{"a": 1}')]
-    found = {TrajectoryItem("q", [{"role": "assistant", "content": "", "tool_calls": one}], 1.0).id for one in calls}
-    assert len(found) == 2
-    assert TrajectoryItem("q", [{"role": "assistant", "content": "a"}], 1.0).id == TrajectoryItem("q", "a", 1.0).id
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ def item_from(data: Any, source: str) -> TrajectoryItem:
     metadata = {str(key): value for key, value in metadata.items()}
     if SEALED in (metadata.get("split"), data.get("split")):
         raise InvalidValue(f"{source} is of the held-out split, which is sealed.", hint="Leave such items out.")
-    if data.get("tools"):
-        metadata["tools"] = _tools(data["tools"], source)
+    if data.get("tools") and (tools := _tools(data["tools"], source)):
+        metadata["tools"] = tools
     paired = any(data.keys() >= set(pair) for pair in _PAIRS)
     field = next((name for name in ("messages", "conversations")[: 1 if paired else 2] if data.get(name)), None)
     if field is not None:
@@ -200,10 +200,10 @@ def _with_instruction(data: Mapping[str, Any], source: str) -> Mapping[str, Any]
 
 
 def _tools(value: Any, source: str) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's form; ShareGPT's are functions alone, and tables have JSON text."""
+    """Return tools in OpenAI's form; ShareGPT's are functions alone, and tables have JSON text, `null` for none."""
     try:
-        found = msgspec.json.decode(value) if isinstance(value, str) else value
-    except msgspec.DecodeError:
+        found = (msgspec.json.decode(value) or []) if isinstance(value, str) else value
+    except (msgspec.DecodeError, UnicodeError, RecursionError):  # lone surrogates, or nesting that is too deep
         found = None
     tools = [
         {"type": "function", "function": dict(tool)} if "function" not in tool else dict(tool)

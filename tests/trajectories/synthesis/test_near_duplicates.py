@@ -153,7 +153,8 @@ def test_add_noise_changes_given_share_of_questions_only():
 
 
 def test_swap_io_drops_score():
-    [swapped] = swap_io([TrajectoryItem("2+2?", "4", 1.0, {"score": 1, "task": "t", "success": True, "index": 3})])
+    metadata = {"score": 1, "task": "t", "success": True, "index": 3, "tools": [{}]}
+    [swapped] = swap_io([TrajectoryItem("2+2?", "4", 1.0, metadata)])
     assert (swapped.state, swapped.action, swapped.reward) == ("4", "2+2?", 0.0)
     first = TrajectoryItem("2+2?", "4", 1.0).id
     prompt = content_id([{"role": "user", "content": "2+2?"}])

@@ -180,7 +180,7 @@ def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
     for item in items:
         system_messages = [message for message in as_messages(item.state, "user") if message.get("role") == "system"]
         metadata = {**item.metadata, **_first_of(item), "origin": "swap_io", "unscored": True}
-        for gone in ("success", "score", "parts", "task", "index"):
+        for gone in ("success", "score", "parts", "task", "index", "tools"):
             metadata.pop(gone, None)
         question = text_of([message for message in as_messages(item.state, "user") if message.get("role") != "system"])
         state: str | list[Message] = text_of(item.action)
