@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from tests.support.trajectory_runs import asked, make_run
 from toprope.errors import InvalidValue
+from toprope.records.journal.demonstrations import Trace, append_traces
+from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.items import TrajectoryItem, item_from
 
 _ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -40,3 +44,9 @@ def test_answers_of_calls_alone_have_ids_of_their_own():
     found = {TrajectoryItem("q", [{"role": "assistant", "content": "", "tool_calls": one}], 1.0).id for one in calls}
     assert len(found) == 2
     assert TrajectoryItem("q", [{"role": "assistant", "content": "a"}], 1.0).id == TrajectoryItem("q", "a", 1.0).id
+
+
+def test_items_of_a_run_that_learned_from_tools_keep_them(tmp_path: Path):
+    folder, tools = make_run(tmp_path / "runs", "learned", kind="sft"), [{"type": "function", "function": _ADD}]
+    append_traces(folder.path / "traces.jsonl", [Trace("t", n, asked("q", "a"), tools=tools * n) for n in range(2)])
+    assert [item.metadata.get("tools") for item in RunReader(folder)] == [None, tools]

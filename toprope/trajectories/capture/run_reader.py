@@ -202,5 +202,6 @@ class RunReader:
                     "tokens": None,
                     "text": "messages",
                     "teacher": trace.teacher,
+                    **({"tools": trace.tools} if trace.tools else {}),
                 },
             )
