@@ -1,4 +1,4 @@
-"""Items from outside: their forms, tools and ids, and what is refused."""
+"""Items from outside: their forms, and what is refused."""
 
 from __future__ import annotations
 
