@@ -39,6 +39,28 @@ def test_tools_without_names_are_refused(tools):
         item_from({"prompt": "q", "completion": "a", "tools": tools}, "line 1")
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_calls_of_sharegpt_become_calls_of_tools(many: bool):
+    call = {"name": "add", "arguments": {"a": 1}}
+    turns = [
+        ("human", "q"),
+        ("function_call", json.dumps([call] if many else call)),
+        ("observation", "2"),
+        ("gpt", "2"),
+    ]
+    talk = [{"from": role, "value": text} for role, text in turns]
+    item = item_from({"conversations": talk, "system": "Add.", "tools": json.dumps([_ADD])}, "line 1")
+    assert item.state == [{"role": "system", "content": "Add."}, {"role": "user", "content": "q"}]
+    assert item.action[0] == {
+        "role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]
+    }  # fmt: skip
+    assert [message["role"] for message in item.action] == ["assistant", "tool", "assistant"]
+    for wrong in ("add", "3", None):
+        talk[1]["value"] = wrong
+        with pytest.raises(InvalidValue, match=r"conversations\[1\]: function_call needs the JSON text"):
+            item_from({"conversations": talk}, "line 1")
+
+
 def test_answers_of_calls_alone_have_ids_of_their_own():
     calls = [[{"id": "1", "function": {"name": "add", "arguments": one}}] for one in ("{}", '{"a": 1}')]
     found = {TrajectoryItem("q", [{"role": "assistant", "content": "", "tool_calls": one}], 1.0).id for one in calls}

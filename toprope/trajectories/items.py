@@ -131,6 +131,8 @@ def item_from(data: Any, source: str) -> TrajectoryItem:
     field = next((name for name in ("messages", "conversations")[: 1 if paired else 2] if data.get(name)), None)
     if field is not None:
         messages = _messages(data[field], f"{source}, {field}")
+        if field == "conversations" and isinstance(told := data.get("system"), str) and told.strip():
+            messages = [{"role": "system", "content": told}, *messages]
         first_answer = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), None)
         if not first_answer:
             raise InvalidValue(f"{source}: {field} need a question and an answer of the assistant.", hint=_SHAPES)
@@ -219,6 +221,19 @@ def _tools(value: Any, source: str) -> list[dict[str, Any]]:
     return tools
 
 
+def _shared_calls(value: Any, source: str) -> list[dict[str, Any]]:
+    """Return the calls of ShareGPT's JSON text, one or a list of `name` and `arguments`, in OpenAI's form."""
+    try:
+        found = msgspec.json.decode(value) if isinstance(value, str) else value
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise InvalidValue(f"{source}: function_call needs the JSON text of name and arguments.", hint=_SHAPES)
+    functions = [{"name": call["name"], "arguments": call.get("arguments") or {}} for call in calls]
+    return [{"type": "function", "function": function} for function in functions]
+
+
 def _messages_or_text(value: Any, source: str) -> str | list[Message]:
     if isinstance(value, str):
         if len(value) > _MOST_CHARACTERS:
@@ -234,8 +249,10 @@ def _messages(values: Any, source: str) -> list[Message]:
     for number, message in enumerate(values):
         if isinstance(message, Mapping) and "from" in message and "role" not in message:
             rest = {name: value for name, value in message.items() if name not in ("from", "value")}
-            role = _SHARED_ROLES.get(str(message["from"]), message["from"])
-            message = rest | {"role": role, "content": message.get("value")}
+            role, content = _SHARED_ROLES.get(str(message["from"]), message["from"]), message.get("value")
+            if message["from"] == "function_call":
+                role, content, rest["tool_calls"] = "assistant", "", _shared_calls(content, f"{source}[{number}]")
+            message = rest | {"role": role, "content": content}
         if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
             raise InvalidValue(f"{source}[{number}] needs a role of {', '.join(_ROLES)}.", hint=_SHAPES)
         content = message.get("content")
