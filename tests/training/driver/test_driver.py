@@ -252,7 +252,7 @@ _TURN = Turn([], [1], [-0.1], [(0, 1)], "stop")
     [
         ([Outcome(0.0), Outcome(0.0, error="SampleError: the prompt is too long")], [], [[], []], "nothing was sampled",
          "contains a sampled token: SampleError: the prompt is too long"),
-        ([Outcome(0.0)], ["the prompt has 9 tokens too many"], [[]], "nothing was sampled",
+        ([Outcome(0.0)], ["the prompt has\n9 tokens too many"], [[]], "nothing was sampled",
          "contains a sampled token: its answer: the prompt has 9 tokens too many"),
         ([Outcome(0.0, error="JudgeFailed: style: busy")], [], [[_TURN]], "the judge failed",
          "no answer of it could be judged: JudgeFailed: style: busy"),

@@ -246,7 +246,11 @@ class GroupProducer:
             if not group.tokens:
                 errors = [outcome.error for outcome in sampled.outcomes if outcome.error]
                 # Frameworks write what refused a prompt in place of an answer.
-                answers = [f"its answer: {shortened(text, _ERROR_TEXT)}" for text in sampled.texts if text.strip()]
+                answers = [
+                    f"its answer: {shortened(' '.join(text.split()), _ERROR_TEXT)}"
+                    for text in sampled.texts
+                    if text.strip()
+                ]
                 why = f": {found[0]}" if (found := errors + answers) else ""
                 if any(outcome.unjudged for outcome in sampled.outcomes):
                     return self._count_failure(choice, _UNJUDGED, f"no answer of it could be judged{why}")
