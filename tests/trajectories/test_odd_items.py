@@ -9,6 +9,8 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pyarrow.parquet
@@ -127,9 +129,11 @@ def test_ctrl_c_while_a_job_starts_ends_its_process(tmp_path: Path, monkeypatch:
         return started[-1]
 
     def interrupted(seconds: float) -> None:
-        raise KeyboardInterrupt
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        sleep(seconds)  # of another test's thread
 
-    Popen = subprocess.Popen
+    Popen, sleep = subprocess.Popen, time.sleep
     monkeypatch.setattr("toprope.trajectories.jobs.jobs.subprocess.Popen", popen)
     monkeypatch.setattr("toprope.trajectories.jobs.jobs.time.sleep", interrupted)
     target = tmp_path / "out.jsonl"
