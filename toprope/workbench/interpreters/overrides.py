@@ -95,7 +95,7 @@ class _Walk:
     """A walk through local projects, from what is required to what that requires; see `sourced`."""
 
     def __init__(self, requirements: Iterable[str], indexes: Collection[str]) -> None:
-        # What names alone ask of a project comes after it.
+        # A project comes before the names that ask for it.
         self._asked = sorted(requirements, key=lambda text: not _address_in(text))
         self._indexes = _indexes(indexes)
         ours = [Requirement(line) for line in overrides(self._asked)]
@@ -119,7 +119,7 @@ class _Walk:
         return Sourced(list(dict.fromkeys(self._by_uv)), self._unpinnable)
 
     def _folder_of(self, text: str) -> Path | None:
-        """Return the folder of a local project; None for what is none, of which uv may know more than pip."""
+        """Return the folder of a local project; None for another requirement, of which uv may know more than pip."""
         address = _address_in(text)
         # A name may come again with other extras, and an extra may name others.
         place = local_path(address) if address else self._folders.get(package_of(text))

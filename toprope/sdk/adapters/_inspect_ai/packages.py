@@ -42,7 +42,7 @@ def missing_package(target: str, error: BaseException) -> LoadError | None:
 
 
 def broken_entry_point(target: str) -> Exception | None:
-    """Return the error of importing what a task's package registers with inspect; None if it imports, or is none."""
+    """Return the error of importing what a task's package registers with inspect; None without an error or package."""
     for entry_point in metadata.entry_points(group="inspect_ai", name=target.partition("/")[0]):
         try:
             entry_point.load()

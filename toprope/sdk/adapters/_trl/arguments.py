@@ -83,7 +83,8 @@ _NAMES = (
     "ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile max_tool_calling_iterations "
     "vllm_importance_sampling_correction log_completions num_completions_to_print log_unique_prompts "
 ).split()
-"""Settings of TRL 1.16 by name: scripts look which of theirs it has, and leave the others out."""
+"""The names of settings of TRL 1.16 that scripts commonly set, not all: scripts look which of theirs it has, and leave
+the others out."""
 
 
 class ArgumentsError(ValueError):

@@ -32,9 +32,9 @@ _SIZES = (
     *("parameters", "named_parameters", "num_parameters", "get_nb_trainable_parameters", "get_memory_footprint"),
     *("device", "dtype", "get_input_embeddings"),
 )
-"""What scripts ask a policy in order to log it, or to fit it to its tokenizer."""
+"""Members of a policy that scripts read in order to log it, or to fit it to its tokenizer."""
 _TOKENIZING = ("apply_chat_template", "encode", "decode", "batch_decode", "tokenize", "vocab_size")
-"""What prompts and rewards need of a tokenizer."""
+"""Members of a tokenizer that prompts and rewards need."""
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
