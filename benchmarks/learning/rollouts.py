@@ -93,16 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if shown[other] == wanted[order]
     ]
     failed += ["a page that makes the index meets the goal for a page"] if is_met(anew, _PAGE) else []
-    of_page = {"page_cost_share": _PAGE} if given.groups >= _LONG else {}  # a short one is read as fast as its index
+    # A short journal is read as fast as its index; goals of time hold for the whole measurement only.
+    timed = {"page_cost_share": _PAGE, "text_cost_ratio": "<= 1.2"} if given.groups >= _LONG else {}
     return report(
         "Browsing a journal",
         figures,
-        goals={
-            "pages_out_of_order": "== 0",
-            "groups_indexed": f"== {given.groups}",
-            "text_cost_ratio": "<= 1.2",
-        }
-        | of_page,
+        goals={"pages_out_of_order": "== 0", "groups_indexed": f"== {given.groups}"} | timed,
         control="pages of another order must be out of order; a page that makes the index must miss its goal.",
         control_failed="; ".join(failed),
     )

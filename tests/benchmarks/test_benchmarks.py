@@ -102,6 +102,7 @@ def test_slice_of_fault_campaign_leaves_nothing_behind(tmp_path, monkeypatch):
 
 def test_slice_of_rollouts_browses_whole_journal(capsys, monkeypatch):
     monkeypatch.setattr(rollouts, "TASKS", 50)
+    monkeypatch.setattr(rollouts, "_cost_of_text", lambda dice: {"text_cost_ratio": 9.0})  # its goal is of long ones
     assert rollouts.main(["--groups", "90"]) == 0
     figures = figures_of(capsys.readouterr().out)
     assert figures["groups"] == 90 and figures["index_calls"] == 1

@@ -119,6 +119,30 @@ def test_hash_policy_uses_sizes_for_huge_policies(tmp_path, monkeypatch):
     assert hash_policy("m", tmp_path).hashed == "names and sizes"
 
 
+@pytest.mark.parametrize("when", ["listed", "measured"])
+def test_file_that_vanishes_is_no_part_of_a_policy(when, tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    before = hash_policy("m", tmp_path)
+    temporary = tmp_path / ".status.json.5ar2"
+    temporary.write_bytes(b"")
+
+    def is_file(path):
+        found = path in (temporary, tmp_path / "model.safetensors")
+        temporary.unlink(missing_ok=True)
+        return found
+
+    def hashed(path):
+        temporary.unlink(missing_ok=True)
+        return original(path)
+
+    original = provenance.sha256_of
+    if when == "listed":
+        monkeypatch.setattr(type(tmp_path), "is_file", is_file)
+    else:
+        monkeypatch.setattr(provenance, "sha256_of", hashed)
+    assert hash_policy("m", tmp_path) == before
+
+
 NAMES = "abcdefg"
 EXPLODING = "---\na: &a [x, y]\n"
 for before, one in itertools.pairwise(NAMES):

@@ -6,6 +6,7 @@ a manifest that cannot be written costs only a warning.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -169,15 +170,20 @@ def hash_policy(model: str, folder: Path) -> Policy:
     """
     commit = folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not (commit and path.name == _CARD))
-    total = sum(path.stat().st_size for path in files)
+    sizes: dict[Path, int] = {}
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):  # a temporary file, which is renamed or removed meanwhile
+            sizes[path] = path.stat().st_size
+    total = sum(sizes.values())
     hasher = hashlib.sha256()
     contents = total <= _MOST_POLICY
     if not contents:
         hasher.update(folder.name.encode())
-    for path in files:
+    for path, size in sizes.items():
         name = path.relative_to(folder).as_posix()
-        fingerprint = sha256_of(path) if contents else str(path.stat().st_size)
-        hasher.update(f"{name}\0{fingerprint}\n".encode())
+        with contextlib.suppress(FileNotFoundError):
+            fingerprint = sha256_of(path) if contents else str(size)
+            hasher.update(f"{name}\0{fingerprint}\n".encode())
     hashed = "contents" if contents else "names and sizes"
     licence, digest = _licence(folder / _CARD), hasher.hexdigest()
     return Policy(model=model, revision=commit, licence=licence, sha256=digest, hashed=hashed, bytes=total)
