@@ -122,7 +122,7 @@ def test_sft_and_grpo_share_the_steps_of_grpo_alone(home, monkeypatch):
 
 
 def test_control_of_sft_then_grpo_fails_for_each_reason():
-    fair = {"control_gain_points": -1.0, "dataset_items": 9, "dataset_items_wrong": 9, "accuracy_grpo": [0.5]}
+    fair = {"control_gain_points": -1.0, "dataset_items": [9], "dataset_items_wrong": 9, "accuracy_grpo": [0.5]}
     assert not sft_then_grpo.control_failed(fair)
     for change, words in (
         ({"control_gain_points": 6.0}, "wrong answers gained"),

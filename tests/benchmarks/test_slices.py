@@ -195,7 +195,7 @@ def test_gains_are_counted_seed_by_seed(tmp_path):
     assert (
         found["gain_by_seed"] == [10.0, 30.0] and found["gain"] == 20.0 and found["gain_low"] < 20 < found["gain_high"]
     )
-    held = {"control_gain_points": -2.0, "dataset_items": 9, "dataset_items_wrong": 9, "accuracy_grpo": [0.5, 0.6]}
+    held = {"control_gain_points": -2.0, "dataset_items": [9], "dataset_items_wrong": 9, "accuracy_grpo": [0.5, 0.6]}
     assert sft_then_grpo.control_failed(held) == ""
     for wrong in ({"control_gain_points": 7.0}, {"dataset_items_wrong": 8}, {"accuracy_grpo": [0.5, 0.9]}):
         assert sft_then_grpo.control_failed(held | wrong)
@@ -399,7 +399,7 @@ def test_time_to_a_share_on_a_busy_machine_meets_no_goal(monkeypatch, capsys):
 
 def test_arms_of_equal_seconds_ask_again_if_the_machine_is_quiet(monkeypatch, capsys):
     found = {"gain_points": 9.0, "gain_points_seconds": 9.0, "control_gain_points": 0.0}
-    found |= {"dataset_items": 9, "dataset_items_wrong": 9, "accuracy_grpo": [0.5]}
+    found |= {"dataset_items": [9], "dataset_items_wrong": 9, "accuracy_grpo": [0.5]}
 
     async def measured(*_):
         return found | {"quiet": quiet}
