@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from toprope.errors import TopropeError
+from toprope.records.run.folder import read_json
 from toprope.settings.locks import Locks
 from toprope.settings.owner import EnvironmentRights, Home
 
@@ -52,6 +54,9 @@ class Walls:
     """Folders of files that agents wrote. Agents choose the names in them, so such code has no rights by its name."""
     variables: tuple[str, ...] = ()
     """Names of the variables that the owner's settings have for environments; such code does not get them."""
+    added: tuple[str, ...] = ()
+    """Folders that the owner added by name: the code of a project there reads the project, see
+    `toprope.sdk.wall.paths.project_root`."""
 
     def wrote_agent(self, file: str) -> bool:
         """True if an agent wrote a file."""
@@ -84,6 +89,7 @@ class Walls:
             variables=tuple(
                 name for name in settings.variables.get("environment", {}) if not _LIMITING.fullmatch(name)
             ),
+            added=_added_folders(home),
         )
 
     def encode(self) -> str:
@@ -97,9 +103,19 @@ class Walls:
         if not encoded:
             return cls()
         data = json.loads(encoded)
-        # a keeper of an earlier version names none of the last two
-        agents, names = tuple(data.get("agents", ())), tuple(data.get("variables", ()))
-        return cls(data["required"], tuple(data["closed"]), data["homes"], data["rights"], agents, names)
+        # a keeper of an earlier version names none of the last three
+        more = {name: tuple(data.get(name, ())) for name in ("agents", "variables", "added")}
+        return cls(data["required"], tuple(data["closed"]), data["homes"], data["rights"], **more)
+
+
+def _added_folders(home: Home) -> tuple[str, ...]:
+    """The folders, projects and checkouts that the owner added; none if the registry cannot be read."""
+    try:
+        entries = read_json(home.environments_file)["environments"].values()
+        places = [str(entry.get("path") or entry["given"]) for entry in entries]
+    except (TopropeError, AttributeError, KeyError, TypeError):
+        return ()
+    return tuple(os.path.normpath(place) for place in places if os.path.isabs(place) and os.path.isdir(place))
 
 
 def _absolute(rights: EnvironmentRights, home: Home) -> dict[str, Any]:

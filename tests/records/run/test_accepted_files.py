@@ -11,6 +11,7 @@ import pytest
 from toprope.records.run import digests
 from toprope.records.run.digests import accepted_files, changed_files
 from toprope.records.run.specification import EnvironmentSource
+from toprope.shipped import ENVIRONMENTS
 
 
 def made(folder: Path, **files: str) -> None:
@@ -35,12 +36,19 @@ def test_packages_beside_an_environment_and_relative_imports_are_accepted(tmp_pa
     assert names(inner, tmp_path) == {"games/__init__.py", "games/chess.py", "games/rules.py"}
 
 
-def test_code_at_the_root_of_an_openenv_project_is_accepted(tmp_path):
+@pytest.mark.parametrize("mark", ["openenv.yaml", "setup.py", ".git", "requirements.txt"])
+def test_code_at_the_root_of_a_project_is_accepted(tmp_path, mark):
     made(tmp_path, training__rewards="import server.rules, models", server__rules="", models="", client="")
     source = EnvironmentSource(name="a", file=str(tmp_path / "training" / "rewards.py"), attribute="A")
     assert names(source, tmp_path) == {"training/rewards.py"}
-    (tmp_path / "openenv.yaml").touch()
+    (tmp_path / mark).touch()
     assert names(source, tmp_path) == {"training/rewards.py", "server/rules.py", "models.py"}
+
+
+def test_toprope_itself_is_no_code_of_its_own_environments():
+    [file, *_] = sorted(ENVIRONMENTS.glob("[a-z]*.py"))
+    source = EnvironmentSource(name="a", file=str(file), attribute="A")
+    assert all(Path(path).is_relative_to(ENVIRONMENTS) for path in digests.code_of([source]))
 
 
 @pytest.mark.parametrize("shadow", ["helper/__init__.py", "helper.abi3.so", "helper.so", "json.py"])

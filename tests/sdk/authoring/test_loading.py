@@ -90,8 +90,9 @@ def test_link_to_a_file_says_why_its_neighbours_are_missing(tmp_path: Path) -> N
     assert "Install the package" not in str(failed.value)
 
 
-def test_file_in_a_folder_of_an_openenv_project_imports_from_its_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mark", ["openenv.yaml", "pyproject.toml", ".git", "requirements.txt"])
+def test_file_in_a_folder_of_a_project_imports_from_its_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "training").mkdir()
@@ -100,5 +101,6 @@ def test_file_in_a_folder_of_an_openenv_project_imports_from_its_root(
     file.write_text("from rules_at_the_root import RIGHT\n")
     with pytest.raises(LoadError, match="rules_at_the_root"):
         module_of(file)
-    (tmp_path / "openenv.yaml").touch()
+    (tmp_path / mark).touch()
     assert module_of(file).RIGHT == "yes"
+    sys.modules.pop("rules_at_the_root")

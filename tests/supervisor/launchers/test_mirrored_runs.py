@@ -250,12 +250,13 @@ def test_walls_close_the_folders_of_the_cluster(monkeypatch: pytest.MonkeyPatch)
         homes="/here/home/homes",
         rights={"dice": {}},
         agents=("/here/home/environments",),
+        added=("/here/code",),
     )
     inputs = {"/here/home/environments/a.py": "/far/inputs/0/a.py", "/here/b.py": "/far/inputs/1/b.py"}
     made = Walls.from_variables(_walls({ENV_WALLS: here.encode()}, Path("/far/toprope"), Path("~/key"), inputs))
     assert [made.wrote_agent(file) for file in inputs.values()] == [True, False]
     assert made.closed == ("/far/toprope", "/far/me/key") and made.rights == here.rights
-    assert (made.homes, made.required) == ("/far/toprope/homes", here.required)
+    assert (made.homes, made.required, made.added) == ("/far/toprope/homes", here.required, ())
 
 
 def test_port_of_a_run_is_chosen_by_chance() -> None:

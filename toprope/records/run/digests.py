@@ -14,7 +14,8 @@ from typing import Any
 
 import toprope
 from toprope.records.run.specification import AcceptedFile, EnvironmentSource
-from toprope.sdk.wall.paths import code_paths, folders_above, imports_of, manifest_root, package_of, project_of
+from toprope.sdk.wall.paths import code_paths, folders_above, imports_of, package_of, project_of
+from toprope.sdk.wall.projects import roots_above
 from toprope.shipped import ENVIRONMENTS
 
 _PACKAGE = Path(toprope.__file__).resolve().parent
@@ -101,7 +102,7 @@ def _roots(file: str) -> list[tuple[str, str]]:
     alone = [package] if package and not project_of(package) else []
     roots = [(os.path.split(folder)) for folder in (*alone, *folders_above(file))]
     roots += [(project_of(package), "")] if package and not alone else []
-    roots += [(root, "")] if (root := manifest_root(file)) else []
+    roots += [(root, "") for root in roots_above(file) if not ENVIRONMENTS.is_relative_to(root)]
     return [(os.path.dirname(os.path.abspath(file)), ""), *roots]
 
 

@@ -28,7 +28,8 @@ from typing import Any
 from toprope.sdk.authoring.environment import Environment
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import Failure, LoadError
-from toprope.sdk.wall.paths import folders_above, manifest_root, package_of, project_of
+from toprope.sdk.wall.paths import folders_above, package_of, project_of
+from toprope.sdk.wall.projects import roots_above
 
 __all__ = ["Loaded", "attribute_of", "find_above", "import_root", "load", "module_of", "search_from"]
 
@@ -142,9 +143,9 @@ def _find_beside(folder: str) -> None:
 
 
 def find_above(file: Path) -> None:
-    """Have a file's imports by the full name of its package, and from the root of its repository, found."""
-    for place in (import_root(file), *map(_place_with, folders_above(str(file))), manifest_root(str(file))):
-        if place and place not in sys.path:
+    """Have a file's imports by the full name of its package, and from the root of its repository or project, found."""
+    for place in (import_root(file), *map(_place_with, folders_above(str(file))), *roots_above(str(file))):
+        if place not in sys.path:
             sys.path.append(place)
 
 

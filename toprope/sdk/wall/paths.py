@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from toprope.sdk.wall.kernel import is_within
+from toprope.sdk.wall.projects import MANIFEST, MARKS, PROJECT, is_broad, is_marked, project_root
 
 __all__ = [
     *("DEVICES", "SYSTEM", "code_paths", "data_paths", "editable_paths", "folders_above", "imported_by", "imports_of"),
     *(
         "interpreter_paths",
-        "is_broad",
-        "manifest_root",
         "package_of",
         "program_paths",
         "project_of",
@@ -51,9 +50,6 @@ SYSTEM: tuple[str, ...] = (
 
 DEVICES: tuple[str, ...] = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ACCELERATORS = ("/dev/nvidia*", "/dev/nvidia-caps", "/dev/kfd", "/dev/dri", "/dev/dxg")
-_PROJECT = "pyproject.toml"
-_MANIFEST = "openenv.yaml"
-_OF_PROJECTS = (".git", _PROJECT, "setup.py", _MANIFEST)
 _DEEPEST = 6
 """Folders between a root and a closed place below it that are listed one by one."""
 
@@ -94,7 +90,7 @@ def _prefix(python: str) -> list[str]:
 
 def _installed_paths(prefix: str) -> list[str]:
     """An installation; only what was installed if it is the root of a project as well (`python -m venv .`)."""
-    is_project = any(os.path.exists(os.path.join(prefix, name)) for name in (*_OF_PROJECTS, ".env"))
+    is_project = any(os.path.exists(os.path.join(prefix, name)) for name in (*MARKS, ".env"))
     if not (is_project and os.path.isfile(os.path.join(prefix, "pyvenv.cfg"))):
         return [prefix]
     return [os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg")]
@@ -155,13 +151,14 @@ def _folders_outside(prefix: str) -> Iterator[str]:
                 yield unquote(url.removeprefix("file://"))
 
 
-def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
+def source_paths(file: str, closed: Iterable[str] = (), added: Iterable[str] = ()) -> list[str]:
     """A file with what it imports from: its folder, or its whole package, or the project that its package is of; of a
-    folder as broad as a HOME only the Python files.
+    folder as broad as a HOME only the Python files. In a folder that the owner added, also `project_root`.
 
     Args:
         file: Its path.
         closed: See `folders_above`.
+        added: See `project_root`.
     """
     folder = os.path.dirname(os.path.abspath(file))
     if is_broad(folder):
@@ -170,16 +167,11 @@ def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
     above = folders_above(file, closed)
     # A worker finds the same folders only if it reads that there is a project.
     project = None if not above or _folders_up_to(file, _is_repository) else _folders_up_to(file, _is_project)
-    described = [os.path.join(project[1], _PROJECT)] if project else []
-    described += filter(None, [manifest_root(file)])
+    described = [os.path.join(project[1], PROJECT)] if project else []
+    root = os.path.dirname(folder)  # a server of OpenEnv is run from the folder of its manifest
+    described += [root] if os.path.isfile(os.path.join(root, MANIFEST)) and not is_broad(root) else []
+    described += filter(None, [project_root(file, added, closed)])
     return [file, (project_of(package) or package) if package else folder, *above, *described]
-
-
-def manifest_root(file: str) -> str:
-    """The folder above a file's own if it has the manifest of an OpenEnv project, from where its servers and training
-    scripts are run; empty if not."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(file)))
-    return root if os.path.isfile(os.path.join(root, _MANIFEST)) and not is_broad(root) else ""
 
 
 def package_of(file: str) -> str:
@@ -202,8 +194,7 @@ def project_of(package: str) -> str:
     """
     above = os.path.dirname(package)
     root = os.path.dirname(above) if os.path.basename(above) == "src" else above
-    is_own = any(os.path.exists(os.path.join(root, name)) for name in _OF_PROJECTS) and not is_broad(root)
-    return above if is_own else ""
+    return above if is_marked(root) and not is_broad(root) else ""
 
 
 def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
@@ -242,7 +233,7 @@ def _is_repository(folder: str) -> bool:
 def _is_project(folder: str) -> bool:
     """True if a pyproject.toml describes a project: one with settings of tools alone may lie above anything."""
     try:
-        with open(os.path.join(folder, _PROJECT), "rb") as file:
+        with open(os.path.join(folder, PROJECT), "rb") as file:
             return "project" in tomllib.load(file)
     except (OSError, ValueError):
         return False
@@ -284,7 +275,7 @@ def _is_package(folder: str, module: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, candidate)) for candidate in candidates)
 
 
-def data_paths(target: str | None, closed: Iterable[str] = ()) -> list[str]:
+def data_paths(target: str | None, closed: Iterable[str] = (), added: Iterable[str] = ()) -> list[str]:
     """The files that an adapter's target names: absolute paths, alone, with `:attribute` or `@name`, behind a server's
     address and `#`, or in JSON.
 
@@ -293,10 +284,12 @@ def data_paths(target: str | None, closed: Iterable[str] = ()) -> list[str]:
     Args:
         target: The adapter's target.
         closed: See `folders_above`.
+        added: See `project_root`.
     """
     if not target:
         return []
-    return list(dict.fromkeys(path for text in _texts(_parse_target(target)) for path in _files_of(text, closed)))
+    texts = _texts(_parse_target(target))
+    return list(dict.fromkeys(path for text in texts for path in _files_of(text, closed, added)))
 
 
 def code_paths(target: str | None) -> list[str]:
@@ -330,10 +323,10 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(element)
 
 
-def _files_of(text: str, closed: Iterable[str]) -> list[str]:
+def _files_of(text: str, closed: Iterable[str], added: Iterable[str]) -> list[str]:
     path = _path_in(text)
     if os.path.isfile(path) and path.endswith(".py"):
-        return source_paths(path, closed)
+        return source_paths(path, closed, added)
     if os.path.isfile(path) and os.access(path, os.X_OK):
         return [path, *_prefix(os.path.realpath(path))]
     return [path] if path else []
@@ -347,13 +340,6 @@ def _path_in(text: str) -> str:
         return ""
     paths = (text.rpartition(mark)[0] if mark else text for mark in ("", ":", "@"))
     return next((path for path in paths if path and os.path.exists(path)), "")
-
-
-def is_broad(folder: str) -> bool:
-    """True if a folder holds more than one program: a HOME, one above it, or a place of temporary files."""
-    folder = os.path.realpath(folder or "/")
-    home = os.path.realpath(os.path.expanduser("~"))
-    return folder in ("/tmp", "/var/tmp", "/dev/shm", "/home", "/Users") or is_within(home, folder)
 
 
 def without(places: Iterable[str], closed: Iterable[str]) -> list[str]:

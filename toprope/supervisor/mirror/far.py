@@ -91,7 +91,8 @@ def _walls(variables: Mapping[str, str], home: Path, key_file: Path, inputs: Map
     walls = Walls.from_variables(variables)
     homes = None if walls.homes is None else str(home / "homes")
     agents = tuple(local_path for file, local_path in inputs.items() if walls.wrote_agent(file))
-    local_walls = replace(walls, closed=(str(home), str(key_file.expanduser())), homes=homes, agents=agents)
+    closed = (str(home), str(key_file.expanduser()))
+    local_walls = replace(walls, closed=closed, homes=homes, agents=agents, added=())  # those are of the server
     return {ENV_WALLS: local_walls.encode()}
 
 

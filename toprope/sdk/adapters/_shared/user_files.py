@@ -30,7 +30,8 @@ from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.authoring.loading import module_of
 from toprope.sdk.discovery import assignments
 from toprope.sdk.errors import EnvironmentMistake, LoadError
-from toprope.sdk.wall.paths import is_broad, manifest_root, package_of
+from toprope.sdk.wall.paths import package_of
+from toprope.sdk.wall.projects import is_broad, roots_above
 
 __all__ = ["UserFile", "data_beside", "functions", "parsed", "prepare", "public_name", "within_package"]
 
@@ -156,7 +157,7 @@ def prepare(file: Path) -> None:
         if is_for_checks or os.path.samefile(os.curdir, tempfile.gettempdir()):
             work_in_links(file.parent)
             _link_from_roots(file.absolute().parent)
-            if root := manifest_root(str(file)):  # from where scripts are run
+            for root in roots_above(str(file)):  # from where scripts are run
                 for entry in Path(root).iterdir():
                     if not entry.name.startswith(".") and not os.path.lexists(entry.name):
                         Path(entry.name).symlink_to(entry)

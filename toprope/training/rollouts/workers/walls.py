@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from toprope.records.run.specification import EnvironmentSource
 from toprope.records.walls import Walls
@@ -20,7 +21,7 @@ def environment_wall(
     memory_mb: int = 0,
 ) -> Wall:
     """The wall around an environment. If an agent wrote any of its code, it has no rights, none of the owner's
-    variables for environments, and a HOME of its own.
+    variables for environments, nothing of a project that the owner added, and a HOME of its own.
 
     Args:
         walls: The owner's decisions.
@@ -28,9 +29,10 @@ def environment_wall(
         network: Its network.
         memory_mb: Memory that one process may allocate in MB; 0: no limit.
     """
-    code, data = _files(walls, source)
     of_agent = is_of_agent(walls, source)
-    rights = {} if of_agent else walls.rights.get(source.name, {})
+    walls = replace(walls, rights={}, added=()) if of_agent else walls
+    code, data = _files(walls, source)
+    rights = walls.rights.get(source.name, {})
     is_data_alone = source.adapter == "harbor"  # tasks may have hidden files, and no code that runs behind this wall
     return Wall(
         sources=(*_sources(code, walls), *(() if is_data_alone else data)),
@@ -55,16 +57,16 @@ def is_of_agent(walls: Walls, source: EnvironmentSource) -> bool:
 def _files(walls: Walls, source: EnvironmentSource) -> tuple[list[str], tuple[str, ...]]:
     """The files of an environment's code with its reward functions, and those that its target names."""
     code = [*([source.file] if source.file else []), *(reward.file for reward in source.rewards)]
-    return code, tuple(data_paths(source.target, walls.closed))
+    return code, tuple(data_paths(source.target, walls.closed, walls.added))
 
 
 def code_wall(walls: Walls, files: Sequence[str]) -> Wall:
     """The wall around strategies, scorers and generators, which belong to no environment."""
-    return Wall(sources=_sources(files, walls), closed=walls.closed, required=walls.required)
+    return Wall(sources=_sources(files, replace(walls, added=())), closed=walls.closed, required=walls.required)
 
 
 def _sources(files: Sequence[str], walls: Walls) -> tuple[str, ...]:
-    return tuple(path for file in files for path in source_paths(file, walls.closed))
+    return tuple(path for file in files for path in source_paths(file, walls.closed, walls.added))
 
 
 def passed_on() -> Walls:
