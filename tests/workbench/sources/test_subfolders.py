@@ -175,6 +175,7 @@ def test_folders_are_told_apart_by_their_real_place_and_projects_too(tmp_path: P
     assert {name: one.file or one.target for name, one in found.items()} == {
         "game": f"{real}/games/game.py", "own": f"{given}/own.py", "one": f"{real}/tasks/one",
         "kept-env": f"{link}/kept/env.py", "tasks-two": f"{link}/tasks/two", "sets": f"{link}/sets",
+        "env": f"{real}/project/env.py",
     }  # fmt: skip
 
 

@@ -372,9 +372,9 @@ def _texts(target: str) -> list[str]:
 
 
 def _adapters_declaring(path: Path, adapters: Sequence[Adapter]) -> list[tuple[Adapter, bool]]:
-    """Return the adapters with an interpreter of their own that find environments in a file, or in a folder's files,
-    each with whether all of these do without its package."""
-    candidates = [adapter for adapter in adapters if adapter.reads_files and adapter.package and adapter.requirements]
+    """Return the adapters that find environments in a file, or in a folder's files, each with whether all of these do
+    without its package."""
+    candidates = [adapter for adapter in adapters if adapter.reads_files]
     declaring: dict[str, tuple[Adapter, bool]] = {}
     for file in [path] if path.is_file() else environment_files(path, deep=True):
         try:

@@ -1,4 +1,5 @@
-"""Environments that the owner added: folders, files, checkouts, servers at a URL, data sets of the Hub.
+"""Environments that the owner added: folders, files, checkouts, servers at a URL, data sets of the Hub; and
+scripts of installed projects.
 
 Added virtual environments are interpreters, whose packages the source `installed` lists.
 """
@@ -6,15 +7,18 @@ Added virtual environments are interpreters, whose packages the source `installe
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toprope.errors import TopropeError
 from toprope.records.run.specification import EnvironmentSource
+from toprope.sdk.discovery import environment_files
 from toprope.settings.yamlfiles import YAML_ENDINGS
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
+from toprope.workbench.interpreters.left_out import modules_from
 from toprope.workbench.interpreters.registry import Added
 from toprope.workbench.sources.datasets import dataset_in, dataset_target, entry_of_dataset
 from toprope.workbench.sources.folders import FileReader, FolderSource
@@ -35,6 +39,7 @@ class RegisteredSource:
         reader: FileReader,
     ) -> None:
         self._added, self._adapters, self._interpreters, self._reader = added, adapters, interpreters, reader
+        self._reader_of_projects = FileReader(lambda: [known for known in adapters() if not known.lists_packages])
 
     def entries(self, names: Names) -> list[Entry]:
         """Return the entries by name."""
@@ -61,11 +66,23 @@ class RegisteredSource:
             return FolderSource(
                 place, addition.kind, self._reader, self._interpreters, addition.python, deep=True
             ).entries(names)
+        if addition.kind == "packages" and os.path.isabs(addition.given) and os.path.isdir(addition.given):
+            return self._entries_of_project(addition, Path(addition.given), names)
         if addition.kind == "server":
             return [self._server_entry(addition, names)]
         if addition.kind == "dataset":
             return [_dataset_entry(addition, names)]
         return []
+
+    def _entries_of_project(self, addition: Added, project: Path, names: Names) -> list[Entry]:
+        """Return what no package of an installed project brings: scripts, which its wheel leaves out."""
+        if addition.adapter is not None:  # the ecosystem's own project
+            return []
+        modules = modules_from(project, Path(addition.site_packages or ""))
+        brought = {root / module for root in (project, project / "src") for module in modules}
+        files = [file for file in environment_files(project, deep=True) if file not in brought]
+        source = FolderSource(project, "folder", self._reader_of_projects, self._interpreters, addition.python)
+        return [entry for entry in source.listed(files, [], names) if entry.status != "broken"]
 
     def _entries_of_yaml(self, addition: Added, file: Path, names: Names) -> list[Entry]:
         """Return the environment that a YAML file defines."""
