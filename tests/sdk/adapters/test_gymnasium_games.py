@@ -211,3 +211,74 @@ def test_class_that_counts_its_actions_gets_numbers(tmp_path: Path) -> None:
         rollout = begun(configure(make(listed.target)))
         assert rollout._environment.messages[0]["content"] == prompt
         assert (rollout.advance("I go 3").outcome is not None) == (kind == "int")
+
+
+BASE = """
+from abc import ABC, abstractmethod
+
+class BaseGame(ABC):
+    @abstractmethod
+    def reset(self, seed=None): ...
+
+    def step(self, action):
+        return "on", self.judged(action), True, {}
+
+    @abstractmethod
+    def judged(self, action): ...
+"""
+
+MAZE = """
+from {place} import BaseGame
+
+class Maze(BaseGame):
+    def reset(self, seed=None):
+        return f"Maze {{seed}}"
+
+    def judged(self, action):
+        return 1.0 if action == "out" else 0.0
+
+class Lazy(BaseGame):
+    def reset(self, seed=None):
+        return "none"
+
+class Wrapper(Maze):
+    def __init__(self, env):
+        self.env = env
+
+class Talk(BaseGame):
+    def reset(self, conversation):
+        return conversation
+
+    judged = Maze.judged
+"""
+
+
+@pytest.mark.parametrize("place", ["bases_of_games", ".bases_of_games", "mazes.bases_of_games", "mazes"])
+def test_class_with_a_base_of_the_author_s_own_is_listed_and_played(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    (tmp_path / "setup.py").touch()
+    (package := tmp_path / "mazes").mkdir()
+    (package / "bases_of_games.py").write_text(BASE)
+    (package / "__init__.py").write_text("from .bases_of_games import BaseGame\n")
+    file = package / "maze.py"
+    file.write_text(MAZE.format(place=place).partition("class Lazy")[0])
+    environment = opened(file, file.read_text())
+    for answer, reward in (("out", 1.0), ("in", 0.0)):
+        assert begun(environment).advance(answer).outcome.parts["reward"] == reward
+
+
+def test_bases_wrappers_and_classes_of_other_libraries_are_not_listed(tmp_path: Path) -> None:
+    def listed(text: str) -> list[str]:
+        found = declared(tmp_path / "games.py", ast.parse(text))
+        return [json.loads(one.target)["class"] for one in found]
+
+    (tmp_path / "bases_of_games.py").write_text(BASE)
+    assert listed(MAZE.format(place="bases_of_games")) == ["Maze"] and listed(BASE) == []
+    assert listed(MAZE.format(place="a_library.bases")) == [], "nobody knows how it is played"
+    assert listed("from games import BaseGame\n" + MAZE.format(place="games")) == [], "a file that imports itself"
+    methods = "    def reset(self, seed=None): return ''\n    def step(self, action): return '', 0.0, True, {}\n"
+    assert listed(f"class One(gym.Env if has_gym else object):\n{methods}") == ["One"]
+    assert listed(f"class One(other.Base if has_gym else object):\n{methods}") == []

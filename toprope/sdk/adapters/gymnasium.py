@@ -27,13 +27,11 @@ Task n is the environment after a reset with seed n, or row n. The environment t
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import importlib
 import inspect
 import itertools
-import json
 import re
 import sys
 import types
@@ -44,6 +42,7 @@ from typing import Any, Union, get_args, get_origin
 
 from toprope.sdk.adapters._gymnasium import verifiable
 from toprope.sdk.adapters._gymnasium.games import COMPARED, Games
+from toprope.sdk.adapters._gymnasium.listing import TAGS, declared
 from toprope.sdk.adapters._gymnasium.spaces import (
     LARGEST_LIMIT,
     LIMITS,
@@ -60,11 +59,9 @@ from toprope.sdk.adapters._gymnasium.spaces import (
 )
 from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.keys import held, keyed
-from toprope.sdk.adapters._shared.listing import Listed, name_of_class
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import chat_of, rows_of
-from toprope.sdk.adapters._shared.user_files import ROWS, UserFile, data_beside, parsed
-from toprope.sdk.adapters._textarena.files import games_in
+from toprope.sdk.adapters._shared.user_files import ROWS, UserFile, parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
 from toprope.sdk.authoring.knobs import REQUIRED, is_required, knob
 from toprope.sdk.discovery import first_line
@@ -79,9 +76,6 @@ _TOLD = ("success", "is_success", "correct", "won")
 _PLAIN = (bool, int, float, str)
 _PLAIN_NAMES = {kind.__name__: kind for kind in _PLAIN}
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_BASES = {"Env", "BaseTextEnv", "TextEnv"}
-_STEPPING = "BaseRLMEnv"
-"""SkyRL-gym's base of environments that only score."""
 _CONFIGURATION = "env_config"
 """SkyRL-gym's argument for the settings of an environment; empty if its trainer is given none."""
 _MOST = 1e9
@@ -91,7 +85,7 @@ class Gymnasium(Environment):
     """An environment with `reset` and `step`."""
 
     listed = True
-    tags = ("gymnasium", "multi-turn")
+    tags = TAGS
     copied = False
     """True if copies of its games are games of their own, which its generator makes without end."""
 
@@ -274,59 +268,6 @@ def make(target: str) -> Gymnasium:
         LoadError: Not a valid target, or the file or the registry lacks a name in it.
     """
     return Gymnasium(parsed(target, "gymnasium", KEYS))
-
-
-def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """List the classes of a file with `step` and `reset`, or `init` and rows."""
-    rows = data_beside(file, tree)
-    classes: dict[str, tuple[ast.ClassDef, set[str]]] = {}
-    inherited = set[str]()
-    others = games_in(tree)  # TextArena's
-    for node in tree.body:
-        if not isinstance(node, ast.ClassDef) or node in others:
-            continue
-        # `gym.Env` is not a class `Env` of this file.
-        bases = {base.id for base in _bases(node) if isinstance(base, ast.Name)} & classes.keys()
-        if methods := _methods(node).union(*(classes[base][1] for base in bases)):
-            classes[node.name] = node, methods
-            inherited.update(bases)
-    environments = [pair for name, pair in classes.items() if name not in inherited and not name.startswith("_")]
-    listed = []
-    for node, methods in environments:
-        text = first_line(ast.get_docstring(node)) or first_line(ast.get_docstring(tree))
-        target = {"file": str(file), "class": node.name, "rows": rows if "init" in methods else ""}
-        problem = f"No rows: add a list `rows` with prompts, or {file.stem}.jsonl beside {file.name}."
-        listed.append(
-            Listed(
-                name=name_of_class(file, node.name, alone=len(environments) == 1),
-                target=json.dumps({key: value for key, value in target.items() if value}),
-                description=text or f"{node.name} of {file.name}, an environment with reset and step",
-                tags=Gymnasium.tags,
-                problem=problem if "init" in methods and not rows else "",
-            )
-        )
-    return listed
-
-
-def _bases(node: ast.ClassDef) -> list[ast.expr]:
-    """The bases of a class without their type parameters, as in `gym.Env[str, int]`."""
-    return [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-
-
-def _methods(node: ast.ClassDef) -> set[str]:
-    """The methods of a class if they make it an environment of this kind; empty if not."""
-    bases = {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in _bases(node)}
-    defined = {method.name: method for method in node.body if isinstance(method, ast.FunctionDef)}
-    if verifiable.BASE in bases and "_generate" in defined:
-        return set(defined)
-    if _STEPPING in bases:
-        return {"init", "step", *defined}
-    excluded = node.name.startswith("_") or node.name.endswith("Client")  # the latter asks a server
-    if excluded or "step" not in defined or len(defined["step"].args.args) != 2:
-        return set()
-    if "BaseTextEnv" in bases:
-        return {"init", *defined}
-    return set(defined) if "reset" in defined and (not bases or bases & _BASES) else set()
 
 
 def _maker(target: Mapping[str, Any]) -> tuple[Callable[..., Any], UserFile | None]:
