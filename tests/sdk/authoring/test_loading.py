@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -76,8 +77,14 @@ def test_package_of_the_same_name_is_not_loaded_instead(tmp_path: Path, monkeypa
         (folder / "__init__.py").write_text("WORD = 'own'\n")
         (folder / "env_of_games.py").write_text(text)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "installed"), *sys.path])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    file = tmp_path / "own" / "same_named_games" / "env_of_games.py"
+    assert module_of(file).WORD == "own", "its project is installed, too"
+    for name in [name for name in sys.modules if name.startswith(("same_named_games", "env_of_games"))]:
+        del sys.modules[name]
+    importlib.import_module("same_named_games.env_of_games")
     with pytest.raises(LoadError, match=r"taken by .*installed.*: rename it"):
-        module_of(tmp_path / "own" / "same_named_games" / "env_of_games.py")
+        module_of(file)
     assert "env_of_games" not in sys.modules
 
 

@@ -201,7 +201,12 @@ def _import(file: Path, folder: str) -> ModuleType:
             if not package or "relative import" not in str(error):
                 raise
             inside = Path(os.path.abspath(file)).relative_to(Path(package).parent)
-            module = importlib.import_module(".".join(inside.with_suffix("").parts))
+            root = import_root(file)
+            sys.path.insert(0, root)  # its project may be installed as well
+            try:
+                module = importlib.import_module(".".join(inside.with_suffix("").parts))
+            finally:
+                sys.path.remove(root)
             if os.path.realpath(module.__file__ or "") != os.path.realpath(file):
                 raise ImportError(f"the name of its package is taken by {module.__file__}: rename it") from None
             sys.modules[name] = module
