@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,8 @@ from tests.training.inference.conftest import reference_logprobs, sample
 from toprope.training.inference import embedded_engine, growing_cache
 from toprope.training.inference.embedded_engine import EmbeddedEngine, takes_wide_masks
 from toprope.training.inference.engine import SamplingRequest
-from toprope.training.inference.growing_cache import GrowingLayer, RowMoves, grow_by_blocks, keep_rows
+from toprope.training.inference.growing_cache import GrowingLayer, KeptPrompts, RowMoves, grow_by_blocks, keep_rows
+from toprope.training.policy.weight_sync import WeightFile, WeightReader
 
 _SIZES = {
     "vocab_size": 64,
@@ -211,3 +215,117 @@ def test_buffers_have_no_room_that_answers_cannot_fill() -> None:
         keys, _ = cache.update(token, token, 0)
         assert [buffer.shape[-2] for buffer in cache.layers[0]._buffers] == [max(length, 9)] * 2
         assert keys.sum() == 2 * 4 * (length - 6)
+
+
+@contextmanager
+def _talking(model: Any, tokenizer: Any, **more: Any) -> Iterator[tuple[Callable[..., Any], list[int]]]:
+    """Yield a function that answers prompts and compares log-probabilities with a plain pass, and a list that gets the
+    number of tokens of each pass over prompts."""
+    engine = EmbeddedEngine(model, tokenizer, max_context=500, gather_s=0.2, **more)
+    engine.end_ids = frozenset()
+    read, run = list[int](), engine._run_model
+
+    def counted(ids: torch.Tensor, *others: Any) -> Any:
+        if ids.shape[1] > 1:
+            read.append(ids.shape[1])
+        return run(ids, *others)
+
+    def answers(*prompts: list[int], n: int = 1) -> list[list[int]]:
+        read.clear()
+        found = sample(engine, *(SamplingRequest(prompt, n=n, max_new_tokens=6) for prompt in prompts))
+        for prompt, samples in zip(prompts, found, strict=True):
+            assert len(samples) == n
+            for answer in samples:
+                expected = reference_logprobs(model, prompt, answer.token_ids)
+                assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+        return [samples[0].token_ids for samples in found]
+
+    engine._run_model = counted  # type: ignore[method-assign]
+    engine.start()
+    try:
+        yield answers, read
+    finally:
+        engine.stop()
+
+
+def _prompt(tokens: int, seed: int = 0) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(5, 60) for _ in range(tokens)]
+
+
+@pytest.mark.parametrize(
+    ("build", "short", "goes_on"),
+    [
+        (_llama, True, True),
+        (_llama, False, True),
+        (_learned_positions, False, True),
+        (_sliding, False, False),
+        (_convolutional, False, False),
+        (_linear_beside_layers, False, False),
+    ],
+)
+def test_next_turn_is_read_from_where_the_prompt_before_it_ended(
+    build: Any, short: bool, goes_on: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growing_cache, "_LEAST_KEPT", 10)
+    if not short:
+        monkeypatch.setattr(embedded_engine, "make_short_forward", lambda model: None)
+    torch.manual_seed(0)
+    model = build().eval().requires_grad_(False)
+    with _talking(model, tokenizer) as (answers, read):
+        talk = _prompt(30)
+        added = [0]
+        for turn in range(4):
+            [answer] = answers(talk)
+            # Before the second turn nothing tells that conversations go on, so it is read as a whole.
+            assert sum(one for one in read if one > 2) == (added[-1] if goes_on and turn > 1 else len(talk)), turn
+            more = [*answer, *_prompt(5 + turn, turn)]
+            talk += more
+            added.append(len(more))
+        # Others of other lengths, new ones, and several answers to each, in one batch.
+        answers(talk, _prompt(12, 7), [*talk, 9], talk[:33], _prompt(45, 8), [*talk, *_prompt(9, 3)], n=3)
+
+
+def test_single_questions_keep_no_keys_and_values(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing_cache, "_LEAST_KEPT", 10)
+    with _talking(_llama().eval().requires_grad_(False), tokenizer) as (answers, _):
+        kept: KeptPrompts = answers.__closure__[0].cell_contents._kept  # type: ignore[attr-defined]
+        for number in range(5):
+            answers(_prompt(40, number))
+        assert len(kept._kept) == 5 and not kept._bytes
+        answers([*_prompt(40, 0), 7])
+        assert kept._bytes == 41 * 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
+
+
+def test_new_weights_forget_what_former_ones_computed(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growing_cache, "_LEAST_KEPT", 10)
+    trained, served = _llama(), _llama().eval().requires_grad_(False)
+    reader = WeightReader(tmp_path, dict(served.named_parameters()))
+    publisher = WeightFile(tmp_path, dict(trained.named_parameters()))
+    with _talking(served, tokenizer, weights=reader) as (answers, read):
+        talk = _prompt(30)
+        for _ in range(3):
+            talk += [*answers(talk)[0], 9]
+        assert read == [7]
+        publisher.publish()
+        talk += [*answers(talk)[0], 9]
+        assert read == [51]
+        answers(talk)
+        assert read == [7]
+
+
+@pytest.mark.parametrize("room", [0, 4 * 20 * 384, 1 << 30])
+def test_kept_prompts_stay_within_their_room(room: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing_cache, "_LEAST_KEPT", 10)
+    monkeypatch.setattr(growing_cache, "_MOST_KEPT", 20)
+    with _talking(_llama().eval().requires_grad_(False), tokenizer, kept_bytes=room) as (answers, read):
+        kept: KeptPrompts = answers.__closure__[0].cell_contents._kept  # type: ignore[attr-defined]
+        answers(_prompt(20))
+        for number in range(30):
+            answers(_prompt(20 + number))
+            assert sum(one for one in read if one > 1) == (20 + number if number < 2 or not room else 0)
+            held = sum(tensor.nbytes for tensors in kept._kept.values() for tensor in tensors)
+            assert held == kept._bytes <= room and len(kept._kept) <= 20
+    assert bool(kept._kept) == bool(room)

@@ -1,7 +1,8 @@
 """The embedded engine: one thread that samples from a transformers model for many requests at once.
 
 Requests that arrive close together form a decode batch, whatever their settings. Equal prompts are read once, and
-their keys and values are repeated for all answers to them; many long prompts are read in several passes. A row leaves
+their keys and values are repeated for all answers to them; many long prompts are read in several passes. On a CPU, the
+next turn of a conversation is read from where the prompt before it ended, if the weights are the same. A row leaves
 the batch when it ends, and a request is answered when its last row has ended. New weights are adopted between decode
 batches, or between tokens: rows then go on with the keys and values that they have, or begin again.
 
@@ -23,7 +24,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from toprope.training.inference.decode_batch import DecodeBatch
 from toprope.training.inference.decode_steps import CapturedSteps, PlainSteps, Prompts, Steps, make_captured_steps
 from toprope.training.inference.engine import Cancelled, Done, Engine, Sample, SamplingRequest
-from toprope.training.inference.growing_cache import RowMoves
+from toprope.training.inference.growing_cache import KeptPrompts, RowMoves
 from toprope.training.inference.sampling import TokenSampler
 from toprope.training.policy.short_forward import ShortForward, make_short_forward
 from toprope.training.policy.turn_end import find_end_ids
@@ -62,6 +63,8 @@ class EmbeddedEngine(Engine):
         max_context: Longest sequence of prompt and answer, in tokens.
         seed: Seed for requests without one.
         in_flight: See `rollout.in_flight`.
+        kept_bytes: Most bytes of keys and values of former prompts that are kept on a CPU. What begins with such a
+            prompt gets other last bits than if it were read as a whole.
         gave_up: Called with the reason if the trainer's weights cannot be taken over.
     """
 
@@ -76,12 +79,14 @@ class EmbeddedEngine(Engine):
         max_context: int = 4096,
         seed: int = 0,
         in_flight: str = "auto",
+        kept_bytes: int = 256 << 20,
         gave_up: Callable[[TopropeError], object] = lambda error: None,
     ) -> None:
         self._model, self._tokenizer, self._weights = model, tokenizer, weights
         self._gather_s, self._max_rows, self.max_context = gather_s, max_rows, max_context
         self._in_flight, self._gave_up = in_flight, gave_up
         self._generator = torch.Generator(device=model.device).manual_seed(seed)
+        self._kept = KeptPrompts(kept_bytes if model.device.type == "cpu" else 0)
         self._takes_wide_masks: bool | None = None
         self._short: ShortForward | None = None
         self._captured: CapturedSteps | None = None
@@ -138,8 +143,7 @@ class EmbeddedEngine(Engine):
             waiting = dict(enumerate(done for _, done in batch))
             answers: dict[int, list[Sample] | Exception] | None = None
             try:
-                if self._weights is not None:
-                    self.version = self._weights.refresh()
+                self._take_weights()
                 with suppress(_NewWeights):
                     answers = self._generate([request for request, _ in batch], waiting, self._in_flight)
                 # Only once: updates may come faster than answers. The error is gone, whose frames held the batch's keys
@@ -160,6 +164,16 @@ class EmbeddedEngine(Engine):
                 waiting[request](answer)
             self._working = False
         self._refuse_waiting()
+
+    def _take_weights(self) -> bool:
+        """Take over newer weights; return True if there were any."""
+        former = self.version
+        if self._weights is not None:
+            self.version = self._weights.refresh()
+        if self.version == former:
+            return False
+        self._kept.clear()
+        return True
 
     def _refuse_waiting(self) -> None:
         while True:
@@ -234,8 +248,7 @@ class EmbeddedEngine(Engine):
                             waiting.pop(request)(answer(request))
                         complete, delivered = [], time.monotonic()
                 if self._weights is not None and in_flight in ("pause", "drop"):
-                    former, self.version = self.version, self._weights.refresh()
-                    if in_flight == "drop" and self.version != former:
+                    if self._take_weights() and in_flight == "drop":
                         for request in complete:
                             waiting.pop(request)(answer(request))
                         self.tokens += batch.tokens
@@ -259,9 +272,12 @@ class EmbeddedEngine(Engine):
         texts = list(places)
         longest, lengths = max(map(len, texts)), torch.tensor([[len(text)] for text in texts])
         is_padded, is_large = bool((lengths < longest).any()), len(texts) * longest > _PASS_TOKENS
-        if self._takes_wide_masks is None and (is_padded or is_large):
+        begun = list(map(self._kept.beginning, texts))
+        if self._takes_wide_masks is None and (is_padded or is_large or self._kept.has_continued):
             self._takes_wide_masks = takes_wide_masks(self._model)
-        logits, cache = self._read_in_parts(texts) if is_large and self._takes_wide_masks else self._read(texts)
+        in_parts = self._takes_wide_masks and (is_large or any(begun))
+        logits, cache = self._read_in_parts(texts, begun) if in_parts else self._read(texts)
+        self._kept.keep(texts, cache if self._takes_wide_masks else None)
         index = torch.tensor(source, device=device)
         width = longest + min(self.max_context, max(request.max_new_tokens for request in requests))
         mask = None
@@ -291,13 +307,30 @@ class EmbeddedEngine(Engine):
             torch.cuda.empty_cache()
             return self._run_model(ids, positions, mask)
 
-    def _read_in_parts(self, texts: list[tuple[int, ...]]) -> tuple[torch.Tensor, Any]:
-        """`_read` in several passes, whose keys and values are joined: only for layers of full attention."""
+    def _read_on(self, text: tuple[int, ...], begun: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, Any]:
+        """`_read` of one prompt, of whose beginning the keys and values are there."""
+        device, count, longest = self._model.device, begun[0].shape[1], len(text)
+        cache = DynamicCache(config=self._model.config)
+        for number, layer in enumerate(cache.layers):
+            layer.update(*(tensor.unsqueeze(0) for tensor in begun[2 * number : 2 * number + 2]))
+        mask = torch.ones(1, 1, longest - count, longest, dtype=torch.bool, device=device).tril(count)
+        positions = torch.arange(count, longest, device=device).unsqueeze(0)
+        return self._run_model(torch.tensor([text[count:]], device=device), positions, mask, cache)
+
+    def _read_in_parts(
+        self, texts: list[tuple[int, ...]], begun: list[tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, Any]:
+        """`_read` in several passes, whose keys and values are joined: only for layers of full attention.
+
+        Args:
+            texts: The prompts.
+            begun: For each the keys and values of its beginning, if they are there.
+        """
         longest, row = max(map(len, texts)), 0
         logits, joined = list[torch.Tensor](), list[torch.Tensor]()
-        for part in _parts(texts):
+        for part in _parts(texts, begun):
             self._pulse += 1
-            part_logits, cache = self._read(part)
+            part_logits, cache = self._read_on(part[0], begun[row]) if begun[row] else self._read(part)
             logits.append(part_logits)
             tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
             joined = joined or [
@@ -333,16 +366,18 @@ class EmbeddedEngine(Engine):
         return pad if pad is not None else next(iter(self.end_ids), 0)
 
 
-def _parts(texts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Prompts in parts of at most `_PASS_TOKENS` tokens each, padding included, or of one prompt."""
-    parts: list[list[tuple[int, ...]]] = [[]]
-    longest = 0
-    for text in texts:
+def _parts(texts: list[tuple[int, ...]], begun: list[tuple[torch.Tensor, ...]]) -> list[list[tuple[int, ...]]]:
+    """Prompts in parts of at most `_PASS_TOKENS` tokens each, padding included, or of one prompt, as those are of which
+    the beginning has been read."""
+    parts: list[list[tuple[int, ...]]] = []
+    longest, is_open = 0, False
+    for text, is_begun in zip(texts, map(bool, begun), strict=True):
         longest = max(longest, len(text))
-        if parts[-1] and (len(parts[-1]) + 1) * longest > _PASS_TOKENS:
+        if not is_open or is_begun or (len(parts[-1]) + 1) * longest > _PASS_TOKENS:
             parts.append([])
             longest = len(text)
         parts[-1].append(text)
+        is_open = not is_begun
     return parts
 
 

@@ -8,11 +8,15 @@ the batch when the last row is written over it, which copies one row instead of 
 `grow_by_blocks` replaces the layers of a filled cache. Other layers (recurrent states, quantized ones) stay as they
 are and take part through their own methods. MiniMax keeps states of its linear attention beside `layers`, which its
 cache does not reorder; that is done here.
+
+`KeptPrompts` keeps keys and values between batches.
 """
 
 from __future__ import annotations
 
 import sys
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +24,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 _BLOCK = 64
 """Least number of tokens by which a buffer grows."""
+_LEAST_KEPT = 256
+"""Tokens of a prompt that is worth keeping: shorter ones are read as fast in one pass with others."""
+_MOST_KEPT = 1024
+"""Prompts that are remembered at most."""
 
 
 class RowMoves:
@@ -166,3 +174,64 @@ def keep_rows(cache: Any, moves: RowMoves) -> None:
 def _reorder_states(cache: Any, rows: torch.Tensor) -> None:
     states: list[Any] = getattr(cache, "linear_cache", [])
     states[:] = [state[rows] if isinstance(state, torch.Tensor) else state for state in states]
+
+
+class KeptPrompts:
+    """Keys and values of the prompts that were read last. The next turn of a conversation begins with one of them, so
+    the oldest, whose conversations have gone on, go first.
+
+    Until a prompt came that begins so, only the ids of tokens are remembered: answers to single questions cost no
+    memory.
+
+    Args:
+        room: Most bytes of keys and values; 0 to keep none.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room, self._bytes, self.has_continued = room, 0, False
+        self._kept: dict[bytes, tuple[torch.Tensor, ...]] = {}
+        """By the ids of a prompt, in the order in which they were read; no tensors if they were not kept."""
+
+    def clear(self) -> None:
+        """Forget all keys and values, as those of former weights."""
+        self._kept, self._bytes = dict.fromkeys(self._kept, ()), 0
+
+    def beginning(self, prompt: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Return keys and values, (heads, tokens, width) in turn layer by layer, of the longest kept prompt that this
+        one continues; nothing if there is none."""
+        if not self._room or len(prompt) <= _LEAST_KEPT:
+            return ()
+        ids, found = _bytes_of(prompt), b""
+        for kept in self._kept:
+            if len(found) < len(kept) < len(ids) and ids.startswith(kept):
+                self.has_continued = True
+                found = kept if self._kept[kept] else found
+        return self._kept.get(found, ())
+
+    def keep(self, prompts: Sequence[Sequence[int]], cache: Any) -> None:
+        """Keep prompts that were read.
+
+        Args:
+            prompts: Their ids.
+            cache: In its rows they lie at the right; None to remember the ids alone.
+        """
+        for row, prompt in enumerate(prompts if self._room else ()):
+            if len(prompt) < _LEAST_KEPT:
+                continue
+            ids, tensors = _bytes_of(prompt), ()
+            self._bytes -= _size(self._kept.pop(ids, ()))
+            if self.has_continued and cache is not None:
+                filled = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+                tensors = tuple(tensor[row, :, -len(prompt) :].clone() for tensor in filled)
+            self._kept[ids] = tensors
+            self._bytes += _size(tensors)
+            while self._bytes > self._room or len(self._kept) > _MOST_KEPT:
+                self._bytes -= _size(self._kept.pop(next(iter(self._kept))))
+
+
+def _bytes_of(prompt: Sequence[int]) -> bytes:
+    return array("q", prompt).tobytes()
+
+
+def _size(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -61,7 +61,8 @@ def make_engine(
 
     if config.algorithm.deterministic:
         # Other rows of a decode batch change the last bits of a row's logits, so every request is a batch of its own.
-        options["max_rows"] = 1
+        # So do keys and values of a former prompt, which a server that was started again does not have.
+        options |= {"max_rows": 1, "kept_bytes": 0}
     return EmbeddedEngine(model, tokenizer, weights=weights, in_flight=config.rollout.in_flight, **options)
 
 
