@@ -31,13 +31,9 @@ from typing import Any
 
 from toprope.sdk.adapters._servers.atropos import GROUP, Group, Scores, server_class
 from toprope.sdk.adapters._servers.atropos_files import declared
-from toprope.sdk.adapters._servers.atropos_tokenizer import (
-    BYTES_PER_TOKEN,
-    require_tokenizer,
-    templates_give_lists,
-    tokenizer_here,
-)
+from toprope.sdk.adapters._servers.atropos_tokenizer import require_tokenizer, templates_give_lists, tokenizer_here
 from toprope.sdk.adapters._shared.bounds import bounds_of, within
+from toprope.sdk.adapters._shared.chatml import BYTES_PER_TOKEN
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.user_files import prepare, within_package
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session

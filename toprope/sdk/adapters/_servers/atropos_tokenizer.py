@@ -9,20 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import tempfile
 from typing import Any
 
+from toprope.sdk.adapters._shared.chatml import folder_of_bytes
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import MissingKnobs, no_hosts_noted
 
-__all__ = ["BYTES_PER_TOKEN", "require_tokenizer", "templates_give_lists", "tokenizer_here"]
-
-BYTES_PER_TOKEN = 4
-_END, _PAD = "<|im_end|>", "<|endoftext|>"
-_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+__all__ = ["require_tokenizer", "templates_give_lists", "tokenizer_here"]
 
 
 @functools.cache
@@ -37,7 +30,7 @@ def tokenizer_here(name: str) -> str:
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
         print(f"The tokenizer {name!r} does not load, so one of bytes stands in: {why}", file=sys.stderr)
-    return _of_bytes()
+    return folder_of_bytes()
 
 
 def require_tokenizer(name: str) -> None:
@@ -69,21 +62,3 @@ def templates_give_lists() -> None:
     if inspect.signature(apply_template).parameters["return_dict"].default:
         listed: Any = functools.partialmethod(apply_template, return_dict=False)
         PreTrainedTokenizerBase.apply_chat_template = listed  # type: ignore[method-assign,unused-ignore]
-
-
-@functools.cache
-def _of_bytes() -> str:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-not-found,unused-ignore]
-    from transformers import PreTrainedTokenizerFast
-
-    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    byte_tokenizer = Tokenizer(models.BPE(letters, []))
-    byte_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    byte_tokenizer.decoder = decoders.ByteLevel()
-    whole = PreTrainedTokenizerFast(
-        tokenizer_object=byte_tokenizer, bos_token=_PAD, eos_token=_END, pad_token=_PAD, chat_template=_TEMPLATE,
-        additional_special_tokens=["<|im_start|>"], clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-    folder = tempfile.mkdtemp(prefix="tokenizer-")
-    whole.save_pretrained(folder)
-    return folder
