@@ -39,8 +39,11 @@ _TRAINING_EXTRAS = (*TRAINING_PACKAGES, "liger", "quantization", "quality", "tes
 _METADATA = re.compile(r"^# /// script$(?P<block>(?:\n#(?: .*)?)*?)\n# ///$", re.MULTILINE)
 _OF_SOURCE = {"git", "rev", "tag", "branch", "url", "path", "subdirectory", "editable", "lfs"}
 """Keys of a source of uv that a requirement can say in full, or that do not change the package."""
-_NEEDS_TRL = re.compile(r"^(?:from|import)[ \t]+(?:trl\.|(?:torch|transformers|accelerate)\b)", re.MULTILINE)
-"""Imports of TRL's rewards and of what comes with it; indented ones are those of a main function that trains."""
+_NEEDS_TRL = re.compile(
+    r"^(?:from|import)[ \t]+(?:trl\.|(?:torch|transformers|accelerate)\b)|\brollout_func\b", re.MULTILINE
+)
+"""Imports of TRL's rewards and of what comes with it, which a rollout function needs, too; indented ones are those of a
+main function that trains."""
 _BASES: dict[str, int | None] = {"Environment": 1, "OwnLoop": 1, "ToolEnvironment": 10}
 """Base classes that this package offers, each with its `max_turns`."""
 _LARGEST = 4 << 20

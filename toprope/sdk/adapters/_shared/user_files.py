@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,6 +97,18 @@ class UserFile:
                 )
             value = getattr(value, part)
         return value
+
+    def callable(self, name: str, what: str) -> Callable[..., Any]:
+        """Return a function, class or other object of the file that can be called.
+
+        Raises:
+            LoadError: The name is not defined, or something else.
+        """
+        value = self.get(name, what)
+        if not callable(value):
+            raise LoadError(f"{self.path.name}: {name} is {type(value).__name__}, not {what} that can be called.")
+        function: Callable[..., Any] = value
+        return function
 
     def files(self, rows: Any) -> tuple[str, ...]:
         """The file itself, and the file of its rows."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.user_files import data_beside, functions
-from toprope.sdk.adapters._trl.script import OWN_SAMPLING, trainer_call
+from toprope.sdk.adapters._trl.script import OWN_SAMPLING, ROLLOUT, trainer_call
 from toprope.sdk.discovery import first_line
 
 __all__ = ["TURNS", "declared"]
@@ -81,7 +81,7 @@ def _script_listed(file: Path, tree: ast.Module, call: ast.Call) -> Listed:
         description=description
         if description and not description.startswith("```")
         else f"The training script {file.name} of TRL",
-        turns=None if has_tools or None in passed else 1,  # `**settings` may have an environment
+        turns=None if has_tools or passed & {None, ROLLOUT} else 1,  # `**settings` may have an environment
         tools=has_tools,
         tags=("trl",),
         problem="Its rollouts are sampled by TRL's own rollout worker, which an environment cannot have."

@@ -9,17 +9,28 @@ import inspect
 import sys
 from abc import ABCMeta
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from toprope.sdk.adapters._shared.chatml import tokenizer_of_bytes
 from toprope.sdk.adapters._trl.arguments import Parser, ScriptArguments, Settings
 from toprope.sdk.discovery import TRAINING_PACKAGES
 from toprope.sdk.errors import EnvironmentMistake
 
-__all__ = ["Constructed", "placeholders"]
+__all__ = ["GENERATE", "PRESENT", "Asking", "Constructed", "Policy", "placeholders"]
 
+GENERATE = "generate_rollout_completions"
+"""The function of TRL with which a rollout function asks the policy."""
+PRESENT: ContextVar[Asking | None] = ContextVar("present", default=None)
+"""The trainer of the rollout in which the script's code runs."""
+_OF_BYTES: ContextVar[bool] = ContextVar("of_bytes", default=False)
+"""True where tokenizers are of bytes."""
 _ASYNC = "trl.experimental.async_grpo"
+_OPENENV = ("trl.experimental.openenv", "trl.experimental.openenv.utils")
+_GENERATING = ("generate", "fast_generate", "forward")
+"""Methods of a policy that only its answers come from."""
 _PLACES = ("trl", "trl.trainer", "trl.scripts", "trl.scripts.utils")
 """Modules of TRL with names that scripts import and that are replaced."""
 _TRAINING_MODULES = tuple(
@@ -36,6 +47,17 @@ _SIZES = (
 _TOKENIZING = ("apply_chat_template", "encode", "decode", "batch_decode", "tokenize", "vocab_size")
 """Members of a tokenizer that prompts and rewards need."""
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@runtime_checkable
+class Asking(Protocol):
+    """A trainer of a rollout, which asks the policy."""
+
+    def completions(self, prompts: Any, overrides: Any = None) -> list[dict[str, Any]]:
+        """Return what `generate_rollout_completions` does."""
+
+    def fail(self, error: Exception) -> None:
+        """Note that the script got no answer."""
 
 
 class Constructed(BaseException):
@@ -59,7 +81,7 @@ class _AnyName(ABCMeta):  # scripts mix in abstract classes
 
     def __call__(cls, *positional: Any, **named: Any) -> Any:
         for passed in positional[:1]:
-            if cls is _Anything and isinstance(passed, _Policy | _Tokenizer):  # with LoRA; with another template
+            if cls is _Anything and _is_passed_on(passed):  # with LoRA; with another template
                 return passed
         return super().__call__(*positional, **named)
 
@@ -84,7 +106,7 @@ class _Anything(metaclass=_AnyName):
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         for passed in positional[:1]:
-            if isinstance(passed, _Policy | _Tokenizer):
+            if _is_passed_on(passed):
                 return passed
         made = self._other()
         made._name = next(iter(positional), named.get("model_name"))
@@ -98,7 +120,7 @@ class _Anything(metaclass=_AnyName):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield two: the model and the tokenizer that Unsloth loads."""
-        return iter((_Policy(), _Tokenizer(self._name)))
+        return iter((Policy(), tokenizer_of_bytes() if _OF_BYTES.get() else _Tokenizer(self._name)))
 
 
 class _Size(_Anything):
@@ -131,24 +153,33 @@ class _Size(_Anything):
     __round__ = __neg__ = __mod__ = _computed
 
 
-class _Policy(_Anything):
+class Policy(_Anything):
     """The policy, and what it computes, which a script must not take for numbers."""
+
+    device = "cpu"
 
     @staticmethod
     def _other() -> _Anything:
-        return _Policy()
+        return Policy()
 
     def __getattr__(self, name: str) -> Any:
+        if name in _GENERATING and PRESENT.get() is not None:
+            return self._refuse
         return _Size() if name == "config" else super().__getattr__(name)  # that of a logger has a script's settings
 
     def __repr__(self) -> str:
         return "AutoModelForCausalLM, which is not loaded"
 
-    def _refuse(self, *operands: Any) -> Any:
-        raise EnvironmentMistake(
-            "The model is the policy here and is not loaded: neither a reward nor what comes before the trainer can "
-            "use its answers."
-        )
+    def _refuse(self, *operands: Any, **named: Any) -> Any:
+        message = "The model is the policy here and is not loaded: "
+        if (trainer := PRESENT.get()) is None:
+            message += "neither a reward nor what comes before the trainer can use its answers."
+        else:
+            message += f"a rollout function gets its answers from {GENERATE}(trainer, prompts) of {_OPENENV[0]}."
+        error = EnvironmentMistake(message)
+        if trainer is not None:
+            trainer.fail(error)  # because scripts handle exceptions of their models
+        raise error
 
     __float__ = __int__ = __getitem__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
@@ -183,6 +214,31 @@ class _Tokenizer(_Anything):
         return True
 
 
+def _is_passed_on(value: Any) -> bool:
+    """Return True for a policy and a tokenizer, of which functions return another form."""
+    if isinstance(value, _Anything):
+        return isinstance(value, Policy | _Tokenizer)
+    return hasattr(type(value), "apply_chat_template")
+
+
+class _OfBytes:
+    """Loads the tokenizer of bytes by whatever name."""
+
+    @staticmethod
+    def from_pretrained(*positional: Any, **named: Any) -> Any:
+        return tokenizer_of_bytes()
+
+
+class _Processor(_OfBytes):
+    """Loads it as the processor of a model that also sees images."""
+
+    @staticmethod
+    def from_pretrained(*positional: Any, **named: Any) -> Any:
+        processor = tokenizer_of_bytes()
+        processor.tokenizer = processor
+        return processor
+
+
 class _Token(_Anything):
     """A special token, which needs its tokenizer only in a text: scripts pass it on to settings of training."""
 
@@ -210,6 +266,7 @@ class _Trainer(metaclass=_AnyName):
                  **named: Any) -> None:  # fmt: skip
         given = {"reward_funcs": reward_funcs, "args": args, "train_dataset": train_dataset, "tools": tools}
         given |= {"rollout_func": rollout_func, "environment_factory": environment_factory}
+        given |= {"processing_class": processing_class}
         own = {name: inspect.unwrap(getattr(type(self), name)) for name in _OWN}
         codes = {name: method.__code__ for name, method in own.items() if hasattr(method, "__code__")}
         replaced = [name for name, code in codes.items() if not {"super", name} & set(code.co_names)]
@@ -232,9 +289,18 @@ _REPLACED: dict[str, Any] = {
 }
 _OF_TRANSFORMERS: dict[str, Any] = {
     "HfArgumentParser": Parser,
-    "AutoModelForCausalLM": _Policy,
+    "AutoModelForCausalLM": Policy,
     "BitsAndBytesConfig": _Anything,
 }
+_TOKENIZERS: dict[str, Any] = {"AutoTokenizer": _OfBytes, "AutoProcessor": _Processor}
+
+
+def _sampled_by(trainer: Any, prompts: Any, *, generation_overrides: Any = None, as_chat: Any = None) -> Any:
+    """Stand in for TRL's `generate_rollout_completions`; functions of TRL 0.24 have no trainer to pass."""
+    asking = trainer if isinstance(trainer, Asking) else PRESENT.get()
+    if asking is None:
+        raise EnvironmentMistake(f"{GENERATE} is called outside a rollout, or without its trainer in another thread")
+    return asking.completions(prompts, generation_overrides)
 
 
 class _Finder:
@@ -243,8 +309,8 @@ class _Finder:
     Its import takes seconds, so scripts that do without are not made to wait.
     """
 
-    def __init__(self, changes: _Changes) -> None:
-        self._changes = changes
+    def __init__(self, changes: _Changes, of_transformers: Mapping[str, Any]) -> None:
+        self._changes, self._new = changes, of_transformers
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name == "transformers":
@@ -270,7 +336,7 @@ class _Finder:
 
         def execute_and_change(module: ModuleType) -> None:
             execute(module)
-            self._changes.make(sys.modules["transformers"], _OF_TRANSFORMERS)  # which it has put in its own place
+            self._changes.make(sys.modules["transformers"], self._new)  # which it has put in its own place
 
         spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
         return spec
@@ -294,12 +360,14 @@ class _Changes:
 
 
 @contextlib.contextmanager
-def placeholders(main: ModuleType, words: Sequence[str]) -> Iterator[None]:
+def placeholders(main: ModuleType, words: Sequence[str], of_bytes: bool = False) -> Iterator[None]:
     """Put placeholders in place of what only training needs, and `main` in place of this program.
 
     Args:
         words: The command line of `main`.
+        of_bytes: Whether tokenizers are of bytes.
     """
+    of_transformers = _OF_TRANSFORMERS | (_TOKENIZERS if of_bytes else {})
     kept, argv = dict(sys.modules), sys.argv
     added = {name: _module(name) for name in (*TRAINING_PACKAGES, *_TRAINING_MODULES)}
     places = [added[name] for name in _TRAINING_MODULES]
@@ -314,17 +382,22 @@ def placeholders(main: ModuleType, words: Sequence[str]) -> Iterator[None]:
     changes = _Changes()
     for place in places:
         changes.make(place, _REPLACED | (modules if place.__name__ == "trl.trainer" else {}))
-    finder = _Finder(changes)
+    finder = _Finder(changes, of_transformers)
     if "transformers" in sys.modules:
-        changes.make(sys.modules["transformers"], _OF_TRANSFORMERS)
+        changes.make(sys.modules["transformers"], of_transformers)
     sys.meta_path.insert(0, finder)
     added[_ASYNC] = _module(_ASYNC)
     added[_ASYNC].__dict__.update(AsyncGRPOTrainer=_Trainer, AsyncGRPOConfig=Settings)
+    for name in _OPENENV:
+        added[name] = _module(name)
+        added[name].__dict__[GENERATE] = _sampled_by
     sys.modules.update({**added, "__main__": main})
     sys.argv = [str(main.__file__), *words]
+    before = _OF_BYTES.set(of_bytes)
     try:
         yield
     finally:
+        _OF_BYTES.reset(before)
         sys.argv = argv
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(finder)

@@ -26,11 +26,13 @@ from toprope.sdk.discovery import script_requirements
 from toprope.sdk.errors import EnvironmentMistake, Failure, LoadError
 from toprope.sdk.wall.paths import package_of
 
-__all__ = ["OWN_SAMPLING", "TRAINERS", "Recorded", "run_script", "trainer_call"]
+__all__ = ["OWN_SAMPLING", "ROLLOUT", "TRAINERS", "Recorded", "recorded_of", "samples_itself", "trainer_call"]
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
 OWN_SAMPLING = "rollout_worker"
 """Argument of a trainer whose rollouts are sampled by an agent program with TRL's own server."""
+ROLLOUT = "rollout_func"
+"""Argument of a trainer whose rollouts are sampled by a function of the script."""
 _FINISHED = "The script ended without constructing a trainer"
 _LONGEST = 200
 """Characters of a printed line that a message quotes."""
@@ -48,14 +50,72 @@ class Recorded:
     tools: list[Any]
     rows: Any
     max_turns: int | None
+    rollout_func: Any
+    """The function that samples its rollouts, or None."""
+    settings: Any
+    """The trainer's `args`."""
+    processing_class: Any
 
 
-def run_script(path: Path, arguments: Sequence[str]) -> Recorded:
+def recorded_of(path: Path, arguments: Sequence[str]) -> Recorded:
+    """Run a script up to its trainer: with tokenizers of bytes if it samples its rollouts, else with its own.
+
+    Its source tells which; a script that decides otherwise while it runs is run again.
+
+    Args:
+        path: The script.
+        arguments: Its arguments on the command line.
+
+    Raises:
+        LoadError: It fails, constructs no trainer, or its trainer gets something that an environment cannot have.
+    """
+    if not samples_itself(path):
+        recorded = _run_script(path, arguments, of_bytes=False)
+        return recorded if recorded.rollout_func is None else _run_script(path, arguments, of_bytes=True)
+    failure: LoadError | None = None
+    try:
+        recorded = _run_script(path, arguments, of_bytes=True)
+        if recorded.rollout_func is not None:
+            return recorded
+    except LoadError as error:
+        failure = error
+    try:
+        recorded = _run_script(path, arguments, of_bytes=False)
+    except LoadError as error:
+        raise failure or error from None
+    if recorded.rollout_func is not None and failure is not None:
+        raise failure
+    return recorded
+
+
+def samples_itself(path: Path) -> bool:
+    """Return True if a script's source passes a rollout function, by keyword or in a dictionary."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    for node in ast.walk(tree):
+        named = isinstance(node, ast.keyword) and node.arg == ROLLOUT and not _is_none(node.value)
+        if named or isinstance(node, ast.Dict) and any(_says(key, ROLLOUT) for key in node.keys):
+            return True
+    return False
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _says(node: ast.expr | None, word: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value == word
+
+
+def _run_script(path: Path, arguments: Sequence[str], of_bytes: bool) -> Recorded:
     """Run a script up to its trainer.
 
     Args:
         path: The script.
         arguments: Its arguments on the command line.
+        of_bytes: Whether its tokenizers are of bytes.
 
     Raises:
         LoadError: It fails, constructs no trainer, or its trainer gets something that an environment cannot have.
@@ -69,13 +129,14 @@ def run_script(path: Path, arguments: Sequence[str]) -> Recorded:
         code = compile(path.read_bytes(), str(path), "exec")
         prepare(path)
         search_from(path)  # for good, as are the script's own places: rewards and environments import later, too
-        with placeholders(module, arguments), OwnRandom(0), heard.listening():
+        with placeholders(module, arguments, of_bytes), OwnRandom(0), heard.listening():
             exec(code, module.__dict__)
     except Constructed as constructed:
         if constructed.own:
             raise LoadError(
                 f"{path.name} trains with a class that replaces {constructed.own} of TRL's trainer: what that samples "
-                "or scores cannot be had here. Reward functions, and environments with reset() and tools, run here."
+                "or scores cannot be had here. Reward functions, environments with reset() and tools, and rollout "
+                "functions run here."
             ) from None
         return _recorded(module, path, constructed.arguments)
     except KeyboardInterrupt:
@@ -171,13 +232,13 @@ def _recorded(module: ModuleType, path: Path, arguments: dict[str, Any]) -> Reco
     args = arguments["args"]
     rewards = arguments["reward_funcs"]
     rewards = [] if rewards is None else list(rewards) if isinstance(rewards, list | tuple) else [rewards]
-    if arguments.get("rollout_func") is not None or arguments.get(OWN_SAMPLING) is not None:
+    if arguments.get(OWN_SAMPLING) is not None:
         raise LoadError(
-            f"{path.name} gives its trainer a rollout function, which samples with TRL's own model. Environments "
-            "with reset() and tools, and reward functions, run here."
+            f"{path.name} gives its trainer a rollout worker, which samples with TRL's own server. Environments with "
+            "reset() and tools, reward functions, and rollout functions run here."
         )
     turns = getattr(args, "max_tool_calling_iterations", None)
-    weights = getattr(args, "reward_weights", None)
+    weights = getattr(args, "reward_weights", None) or arguments.get("reward_weights")
     weights = [weights] if isinstance(weights, int | float | str) else weights
     return Recorded(
         module=module,
@@ -187,4 +248,7 @@ def _recorded(module: ModuleType, path: Path, arguments: dict[str, Any]) -> Reco
         tools=list(arguments.get("tools") or ()),
         rows=arguments["train_dataset"],
         max_turns=None if turns is None else int(turns) + 1,  # each round of tools comes before an answer
+        rollout_func=arguments.get(ROLLOUT),
+        settings=args,
+        processing_class=arguments.get("processing_class"),
     )
