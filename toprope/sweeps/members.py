@@ -207,7 +207,7 @@ class SweepMembers:
 
     def is_over(self, status: Status) -> bool:
         """True if a member has ended and will not resume by itself."""
-        return status.is_over and (status.state != "lost" or status.resume_at is None)
+        return status.is_over and not status.goes_on
 
     def read_result(self, status: Status) -> Measured:
         """Return the measurements of a member that is over."""

@@ -121,6 +121,24 @@ def test_watch_in_pipe_prints_changes_until_run_ends(live):
     assert re.match(r"\d\d:\d\d:\d\d a-run: ", seen)
 
 
+def test_watch_follows_a_lost_run_that_resumes_by_itself(live):
+    home, folder = live
+    watching = subprocess.Popen([*COMMAND, "watch"], stdout=subprocess.PIPE, env=variables(home))
+    try:
+        read_until(watching.stdout, "queued")
+        finish(folder, "lost", resume_at=time.time() + 60)
+        read_until(watching.stdout, "-> lost")
+        with pytest.raises(subprocess.TimeoutExpired):
+            watching.wait(timeout=1)
+        become(folder, "training", ended_at=None, resume_at=None)
+        finish(folder)
+        assert watching.wait(timeout=20) == 0
+    finally:
+        watching.kill()
+        watching.wait()
+        watching.stdout.close()
+
+
 def test_watch_draws_bar_crew_and_events_in_terminal(live):
     home, folder = live
     step(folder, 5, total=20, success=0.25)

@@ -108,7 +108,8 @@ def tell(workshop: Workshop, waited: Waited, cursor: Mapping[str, int], patience
 
 def _answer(parts: Sequence[_RunPart], waited: Waited, cursor: Mapping[str, int], patience: Patience) -> Answer:
     met = waited.met
-    live = [part.item.run_id for part in parts if part.item.state in LIVE]
+    going_on = {look.run_id for look in waited.looks if look.status.goes_on}
+    live = [part.item.run_id for part in parts if part.item.state in LIVE or part.item.run_id in going_on]
     at = {**cursor, **{part.item.run_id: part.place for part in parts}}
     next_cursor = places.format_cursor({run_id: at[run_id] for run_id in live})
     # A condition that stays met would end the next wait at once.
@@ -152,7 +153,7 @@ def _answer(parts: Sequence[_RunPart], waited: Waited, cursor: Mapping[str, int]
         lines.append(f"Without news: {', '.join(f'{count} {state}' for state, count in states_without_news.items())}.")
     if live:
         lines.append(next_line)
-    ended = [part.item.run_id for part in parts if part.item.state not in LIVE and (part.new or not live)]
+    ended = [part.item.run_id for part in parts if part.item.run_id not in live and (part.new or not live)]
     goes_on_waiting = bool(live) and bool(patience.until) and not met
     if ended and not goes_on_waiting:
         lines.append(f"Ended: {', '.join(call('get_results', run_id=run_id) for run_id in ended[:3])}")

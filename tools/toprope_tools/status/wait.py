@@ -96,7 +96,7 @@ async def wait_for_news(
 
 def _met(looks: Sequence[Look], until: Sequence[Condition]) -> list[Met]:
     """Return the conditions met. A run whose end the caller knows meets none while others live."""
-    over = all(look.status.ended for look in looks)
+    over = all(map(_is_over, looks))
     judged = looks if over else [look for look in looks if not look.told_the_end]
     met = [
         Met(look.run_id, condition.name)
@@ -111,13 +111,18 @@ def _met(looks: Sequence[Look], until: Sequence[Condition]) -> list[Met]:
 
 
 def _over(looks: Sequence[Look], until: Sequence[Condition]) -> bool:
-    if all(look.status.ended for look in looks):
+    if all(map(_is_over, looks)):
         return True
     if any(condition.of_all for condition in until):
         return False  # the end of one run does not end it; `failed` is a condition of its own
     if until:
-        return any(look.status.ended and not look.told_the_end for look in looks)
+        return any(_is_over(look) and not look.told_the_end for look in looks)
     return any(look.wakes for look in looks)
+
+
+def _is_over(look: Look) -> bool:
+    """True if nothing follows by itself: a lost run may resume."""
+    return look.status.ended and not look.status.goes_on
 
 
 def _settling_s(looks: Sequence[Look], met: Sequence[Met]) -> float:

@@ -61,7 +61,7 @@ class Condition:
         if self.step is not None:
             return int(status.progress.get("step") or 0) >= self.step
         if self.name == "end":
-            return status.ended
+            return status.ended and not status.goes_on
         if self.of_all:
             return False  # one run alone cannot meet it
         if self.name == "finding":

@@ -187,6 +187,11 @@ class Status(BaseModel):
         return self.ended and self.ended_at is not None
 
     @property
+    def goes_on(self) -> bool:
+        """True if the run was lost and will resume by itself."""
+        return self.state == "lost" and self.resume_at is not None
+
+    @property
     def run_kind(self) -> RunKind:
         """The facts about runs of this kind."""
         return kind_named(self.kind)

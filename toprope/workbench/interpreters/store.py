@@ -187,8 +187,8 @@ def _has_ended(folder: RunFolder, resumable: bool) -> bool:
         return False  # Unknown: keep everything that it may use.
     except TopropeError:
         return True
-    goes_on = status.state == "stopped" or (status.state == "lost" and status.resume_at is not None)
-    return status.is_over and not (resumable and goes_on)
+    may_go_on = status.state == "stopped" or status.goes_on
+    return status.is_over and not (resumable and may_go_on)
 
 
 def _move_within(venv: Path, place: Path) -> None:

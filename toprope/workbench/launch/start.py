@@ -411,7 +411,7 @@ class RunStarter:
         try:
             # Resuming a lost run takes the ledger's lock, which the caller holds.
             status = self._runs.status(start.run_id, revive=False)
-            return status.state in LIVE or (status.state == "lost" and status.resume_at is not None)
+            return status.state in LIVE or status.goes_on
         except NotFound:
             return _was_just_now(start.at)
 

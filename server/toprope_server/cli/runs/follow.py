@@ -119,7 +119,7 @@ def _follow(workshop: Workshop, run_id: str, tails: dict[str, LogTail], *, with_
     try:
         while True:
             status = workshop.runs.status(run_id)  # read before the logs, so that their last lines are not missed
-            over = status.is_over
+            over = status.is_over and not status.goes_on
             for name, tail in tails.items():
                 for line in tail.lines(last=over):
                     _print(name if with_names else None, line)

@@ -68,7 +68,7 @@ class _Watched:
 
     @property
     def over(self) -> bool:
-        return self.status.is_over
+        return self.status.is_over and not self.status.goes_on
 
 
 def watch(workshop: Workshop, run_ids: Sequence[str], *, out: IO[str] | None = None) -> int:
