@@ -24,6 +24,7 @@ from toprope.records.run.launch import Launch
 from toprope.records.run.status import Status
 from toprope.settings.clusters import Cluster
 from toprope.settings.owner import Home
+from toprope.supervisor.launchers.engine import Job
 from toprope.supervisor.lock import ALREADY_KEPT, is_held
 from toprope.supervisor.runs.cleanup import stop_members
 from toprope.supervisor.runs.manager import RunManager
@@ -202,6 +203,18 @@ def test_job_that_waits_is_told_and_stops_at_once(cluster):
         runs.stop(folder.run_id)
         assert ended(runs, folder, LIMIT_S).state == "stopped"
         assert time.monotonic() - begun < 10
+
+
+def test_job_whose_keeper_never_began_is_told_with_the_likely_reason(local_house, harness, monkeypatch):
+    cluster, jobs = OnCluster(local_house, harness), local_house.engine.jobs
+    local_house.engine.waits = True
+    runs = cluster.runs()
+    folder = cluster.start(runs, cluster.specification(resume_lost="never"))
+    failed = {f"{folder.run_id}.1": Job("7", "ended", "FAILED", "FAILED (JobLaunchFailure) on n1")}
+    monkeypatch.setattr(local_house.engine, "jobs", lambda: {**jobs(), **failed})
+    status = ended(runs, folder)
+    assert status.state == "lost" and "keeper never began" in status.reason
+    assert "toprope doctor --cluster house" in status.reason
 
 
 def test_job_that_starts_after_its_run_was_stopped_starts_nothing(local_house, harness):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 
 import httpx2 as httpx
@@ -73,10 +74,36 @@ def test_slurm_tells_jobs_by_name():
     engine, _ = slurm()
     jobs = engine.jobs()
     assert (jobs["w"].phase, jobs["w"].told) == ("waiting", "Resources, estimated start 2026-11-23 01:08")
-    assert (jobs["sbatch"].handle, jobs["sbatch"].told) == ("2", "PartitionNodeLimit")
+    assert (jobs["sbatch"].handle, jobs["sbatch"].told.partition(";")[0]) == ("2", "PartitionNodeLimit")
     assert (jobs["big"].phase, jobs["big"].told) == ("running", "")
     assert (jobs["dead"].phase, jobs["dead"].told) == ("ended", "NODE_FAIL (NodeDown) on n1")
     assert jobs["going"].phase == "ending"
+
+
+def test_slurm_wait_that_never_ends_is_told_with_its_remedy():
+    engine, _ = slurm(squeue=(0, "3|PENDING|N/A||n/a|PartitionTimeLimit|long\n", ""))
+    assert engine.jobs()["long"].told.endswith("will not start so: stop it, and lower launcher.time_limit_minutes")
+
+
+@pytest.mark.parametrize(("minutes", "warned_s"), [(0, 60), (1, 30), (2, 60), (90, 60)])
+def test_slurm_warns_a_short_job_after_half_of_its_time(request_, minutes, warned_s):
+    engine, commands = slurm(sbatch=(0, "12;lab\n", ""))
+    request_.launcher.time_limit_minutes = minutes
+    engine.submit(request_)
+    assert f"--signal=B:USR1@{warned_s}" in commands.asked[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "silence", "says"),
+    [
+        ({}, FileNotFoundError(2, "No such file"), "no squeue on the server's PATH; `commands` in clusters.yaml"),
+        ({"commands": "/opt/slurm"}, FileNotFoundError(2, "No such file"), "no squeue in /opt/slurm"),
+        ({"config": "/nowhere/slurm.conf"}, subprocess.TimeoutExpired("squeue", 20), "no file /nowhere/slurm.conf"),
+    ],
+)
+def test_slurm_that_cannot_be_asked_names_the_setting(cluster, silence, says):
+    with pytest.raises(Unreachable, match=says):
+        SlurmEngine(Cluster(kind="slurm", **cluster), Commands(squeue=silence)).jobs()
 
 
 def test_slurm_job_without_the_node_of_its_keeper_has_ended_but_holds_nodes():
@@ -117,8 +144,11 @@ def test_slurm_gets_no_second_job_of_a_name(request_):
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (NO_PARTITION, "nowhere sbatch: error: Batch job submission failed: Invalid partition name"),
-        (OVER_QUOTA, "rl has used up its quota of sockets; try again next month .* Job violates accounting/QOS policy"),
+        (NO_PARTITION, "nowhere; Batch job submission failed: Invalid partition name"),
+        (
+            OVER_QUOTA,
+            "rl has used up its quota of sockets; try again next month; .* Job violates accounting/QOS",
+        ),
     ],
 )
 def test_slurm_refusal_is_told_in_its_words(request_, said, told):
@@ -235,6 +265,15 @@ def test_ray_that_does_not_answer_is_unreachable(tmp_path, silence):
     with pytest.raises(Unreachable) as told:
         ray(tmp_path, **{"GET /api/jobs/": silence})[0].jobs()
     assert "canary" not in str(told.value)
+
+
+def test_ray_that_does_not_answer_is_told_with_the_reason(tmp_path):
+    for silence in (httpx.ConnectError("[Errno 111] Connection refused"), httpx.ReadTimeout("")):
+        with pytest.raises(Unreachable, match=re.escape(str(silence)) or "ReadTimeout"):
+            ray(tmp_path, **{"GET /api/jobs/": silence})[0].jobs()
+    without = RayEngine(Cluster(kind="ray", address="http://r"), httpx.MockTransport(lambda _: httpx.Response(401)))
+    with pytest.raises(Unreachable, match="asks for a token, the cluster's `token_file`"):
+        without.jobs()
 
 
 def test_ray_cancels_waiting_jobs_only(tmp_path):

@@ -182,7 +182,8 @@ class RunLifecycle:
     def _stop_by(self, number: signal.Signals) -> None:
         # Nobody wants the run to stop in these two cases.
         lost = _SHUT_DOWN if is_shutting_down() else _TAKEN_BACK if is_taken_back(os.environ) else ""
-        self._stop(StopOrder(reason=lost or f"the keeper got {number.name}", lost=bool(lost)))
+        sender = "" if self._parent is None else ", as a job that is cancelled"
+        self._stop(StopOrder(reason=lost or f"the keeper got {number.name}{sender}", lost=bool(lost)))
 
     async def _reserve_machine(self) -> None:
         """Wait until the machine has room for the run, or until its end is decided. An engine has reserved it already

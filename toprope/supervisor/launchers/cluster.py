@@ -40,7 +40,16 @@ from toprope.supervisor.heartbeat import BEATING_S, is_beating
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting
 from toprope.supervisor.launchers import KeeperState
 from toprope.supervisor.launchers.claims import FRONT_END, begun_at, claim, claimed_by_front_end
-from toprope.supervisor.launchers.engine import Engine, EngineView, Job, JobRequest, QueueFull, Refused, Unreachable
+from toprope.supervisor.launchers.engine import (
+    NEVER_PLACED,
+    Engine,
+    EngineView,
+    Job,
+    JobRequest,
+    QueueFull,
+    Refused,
+    Unreachable,
+)
 from toprope.supervisor.launchers.local import KEEPER, LocalLauncher
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.orders import write_end_order, write_stop_order
@@ -168,6 +177,12 @@ class ClusterLauncher:
         )
         if alive and not locked:
             write_end_order(folder, launch.attempt, reason)
+        has_failed = job is not None and job.word == "FAILED" and NEVER_PLACED not in job.told
+        if has_failed and not alive and not mirrored and begun_at(folder, launch.attempt) is None:
+            reason += (
+                " Its keeper never began: perhaps the node lacks this home or the interpreter. "
+                f"`toprope doctor --cluster {launch.cluster}` tells the owner more."
+            )
         if alive or not mirrored:
             return KeeperState("alive" if alive else "gone", reason)
         return self._deliver(folder, launch, reason, locked=locked)

@@ -21,6 +21,8 @@ _FIRST_ANSWER_S = 3.0
 """The longest wait of a caller, who has no answer yet or an old one."""
 _OLD_S = 30.0
 """An answer of this age is as good as none."""
+NEVER_PLACED = "failed to start within"
+"""Ray's words for a job that it gave up because it had no room for it for 900 s."""
 
 
 Phase = Literal["waiting", "running", "ending", "ended"]

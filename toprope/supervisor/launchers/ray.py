@@ -100,9 +100,12 @@ class RayEngine:
             with httpx.Client(timeout=_ANSWER_S[method], transport=self._transport, trust_env=False) as client:
                 answer = client.request(method, self._cluster.address + path, headers=headers, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Unreachable(f"{self._cluster.address} gave no answer ({type(error).__name__}).") from None
+            reason = visible(str(error), 120) or type(error).__name__
+            raise Unreachable(f"{self._cluster.address} gave no answer ({reason}).") from None
         # A gateway that refuses a job, for a quota, has accepted the token: the id was looked up with it.
         if method == "GET" and answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            if not token:
+                raise Unreachable(f"{self._cluster.address} asks for a token, the cluster's `token_file`.")
             raise Unreachable(f"{self._cluster.address} does not accept the token in {self._cluster.token_file!r}.")
         if answer.status_code >= httpx.codes.BAD_GATEWAY or answer.is_redirect:
             raise Unreachable(f"{self._cluster.address} answered {answer.status_code}.")

@@ -30,6 +30,13 @@ _UNREACHABLE = (
     "receive failure", "zero bytes were",
 )  # fmt: skip
 """In a command's last line. Those before it may be a site's own words about a quota."""
+_NEVER_STARTS = {
+    "PartitionTimeLimit": "lower launcher.time_limit_minutes",
+    "PartitionNodeLimit": "lower launcher.nodes",
+    "PartitionConfig": "lower launcher.resources, or change launcher.partition",
+    "BadConstraints": "change launcher.features or launcher.resources",
+}
+"""Slurm's reasons for a wait that ends only if its partition changes, with the remedies."""
 
 Run = Callable[[Sequence[str], str, Mapping[str, str]], subprocess.CompletedProcess[str]]
 """Runs a command with a text as its input and a whole environment. Raises OSError, or TimeoutExpired in the end."""
@@ -69,7 +76,8 @@ class SlurmEngine:
         if done.returncode:
             raise Refused(
                 f"Slurm refused the job: {_summarize_output(done)}.",
-                hint="Nothing was started. Change launcher.partition, account, resources or time_limit_minutes.",
+                hint="Nothing was started. Change launcher.partition, account, features, resources or "
+                "time_limit_minutes; empty, they are as the owner's clusters.yaml says.",
             )
 
     def _options(self, request: JobRequest) -> list[str]:
@@ -80,7 +88,7 @@ class SlurmEngine:
             "--output": str(request.log),
             "--open-mode": "append",
             "--export": "NIL",
-            "--signal": f"B:USR1@{_LEAVE_S}",
+            "--signal": f"B:USR1@{_leave_s(launcher.time_limit_minutes)}",
             "--nodes": str(launcher.nodes),
             "--ntasks-per-node": "1",
             "--cpus-per-task": str(room.cpus),
@@ -141,7 +149,12 @@ class SlurmEngine:
         try:
             done = self._run([path, *options], text, variables)
         except subprocess.TimeoutExpired:
-            raise Unreachable(f"{program} gave no answer within {_ANSWER_S:g} s.") from None
+            config = configuration.get("SLURM_CONF")
+            absent = f" There is no file {config}, its `config`." if config and not Path(config).is_file() else ""
+            raise Unreachable(f"{program} gave no answer within {_ANSWER_S:g} s.{absent}") from None
+        except FileNotFoundError:
+            where = f"in {self._cluster.commands}" if self._cluster.commands else "on the server's PATH"
+            raise Unreachable(f"There is no {program} {where}; `commands` in clusters.yaml names its folder.") from None
         except (OSError, ValueError) as error:  # ValueError: a NUL in an option
             raise Unreachable(f"{program} cannot be run: {getattr(error, 'strerror', None) or error}.") from None
         last_line = done.stderr.strip().casefold().rpartition("\n")[2]
@@ -156,6 +169,11 @@ def _number(handle: str) -> int:
     return int(found[0]) if found else 0
 
 
+def _leave_s(limit_minutes: int) -> int:
+    """The seconds that a job gets to leave: at most half of its time, or a short one would be told as it begins."""
+    return min(_LEAVE_S, 30 * limit_minutes) if limit_minutes else _LEAVE_S
+
+
 def _phase(word: str) -> Phase:
     if word in _WAITING:
         return "waiting"
@@ -167,6 +185,8 @@ def _phase(word: str) -> Phase:
 def _explain_job(word: str, reason: str, start: str, nodes: str) -> str:
     """Say why a job waits, or how it ended; nothing about a job that runs."""
     if word == "PENDING":
+        if reason in _NEVER_STARTS:
+            return f"{reason}; it will not start so: stop it, and {_NEVER_STARTS[reason]}"
         day, _, clock = start.partition("T")
         return f"{reason}, estimated start {day} {clock[:5]}" if clock else reason
     if word in _RUNNING:
@@ -177,5 +197,5 @@ def _explain_job(word: str, reason: str, start: str, nodes: str) -> str:
 def _summarize_output(done: subprocess.CompletedProcess[str]) -> str:
     """Return the last words of a command, from outside and therefore shortened."""
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    text = " ".join(lines[-2:]).removeprefix("sbatch: ").removeprefix("error: ")
+    text = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ").rstrip(".") for line in lines[-2:])
     return visible(text, 300).rstrip(".") or f"exit status {done.returncode}"

@@ -20,9 +20,8 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 from toprope.supervisor.heartbeat import read_holder
+from toprope.supervisor.launchers.engine import NEVER_PLACED
 
-_NEVER_PLACED = "failed to start within"
-"""Ray's words for a job that it gave up because it had no room for it for 900 s."""
 _LONGEST_WAIT_S = 3600.0
 """Waiting times double up to this limit. A note further ahead was written before the clock was set back."""
 
@@ -61,7 +60,7 @@ def decide_auto_resume(
     except (Corrupt, NotFound):
         return ResumeDecision(None, 0, "")
     count = 0 if _made_progress(folder, progress_event) else status.resumed_lost
-    if _NEVER_PLACED in told and status.started_at is None:  # the cluster was busy; the attempt failed at nothing
+    if NEVER_PLACED in told and status.started_at is None:  # the cluster was busy; the attempt failed at nothing
         count = max(0, count - 1)
     if launcher.resume_lost == "never":
         return ResumeDecision(None, count, "")
