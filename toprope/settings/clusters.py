@@ -3,7 +3,7 @@
     lab:
       kind: slurm                                # or ray
       python: /shared/toprope/.venv/bin/python   # the interpreter on its nodes, with Toprope installed
-      setup: [module load cuda/12.4]             # shell lines before it (Slurm)
+      setup: [. /etc/profile.d/modules.sh, module load cuda/12.4]   # lines of sh before it (Slurm)
       partition: gpu                             # defaults of launcher.partition and launcher.account
     farm:
       kind: ray
@@ -91,7 +91,7 @@ class Cluster(BaseModel, extra="forbid", frozen=True):
     python: str = ""
     """Path of the interpreter on the nodes; empty: the path of the server's own."""
     setup: tuple[str, ...] = ()
-    """Shell lines to run before the keeper, such as `module load cuda/12.4`. Slurm only."""
+    """Lines of sh to run before the keeper, such as `module load cuda/12.4`; no profile is read. Slurm only."""
     commands: str = ""
     """Folder of sbatch, squeue, scancel and scontrol; empty: they are found by PATH. Slurm only."""
     config: str = ""
@@ -121,8 +121,13 @@ class Cluster(BaseModel, extra="forbid", frozen=True):
     def _checked(self) -> Cluster:
         if self.kind == "ray" and not self.address:
             raise ValueError("a Ray cluster needs the address of its dashboard, such as http://head:8265")
-        if self.kind == "ray" and (self.setup or self.commands or self.config):
-            raise ValueError("setup, commands and config are for Slurm; Ray's nodes are set up when Ray starts on them")
+        slurms = (self.setup, self.commands, self.config, self.partition, self.account)
+        if self.kind == "ray" and any(slurms):
+            raise ValueError(
+                "setup, commands, config, partition and account are for Slurm; Ray's nodes are set up when Ray starts"
+            )
+        if self.kind == "slurm" and (self.address or self.token_file):
+            raise ValueError("address and token_file are for Ray")
         return self
 
     def token(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from toprope.atomic import write_text
 from toprope.errors import InvalidValue, shown
@@ -144,10 +145,16 @@ def read_fields(model: type[Model], data: Any, where: str) -> Model:
         problems, hints = [], []
         for problem in error.errors(include_input=False):
             fields = _fields_at(model, problem["loc"][:-1]) if problem["type"] == "extra_forbidden" else ()
-            text = "there is no such key" if fields else problem["msg"]
+            text = "there is no such key" if fields else _said(problem)
             problems.append(": ".join(filter(None, (".".join(map(str, problem["loc"])), text))))
             hints.append(nearest(str(problem["loc"][-1]), fields) if fields else "Fix the file.")
         raise InvalidValue(f"{where}: {'; '.join(problems)}.", hint=" ".join(dict.fromkeys(hints))) from None
+
+
+def _said(problem: ErrorDetails) -> str:
+    """The words for a wrong value; pydantic's speak of Python's types, which an owner of a YAML file need not know."""
+    of_yaml = {"tuple_type": "must be a list", "model_type": "must be a mapping of names to values"}
+    return of_yaml.get(problem["type"], problem["msg"].removeprefix("Value error, "))
 
 
 def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> Iterable[str]:

@@ -90,6 +90,7 @@ def test_doctor_exits_one_with_line_and_remedy(tmp_path):
         ("settings.yaml", "status: {}\nmachine:\n  gpus: []\n  thread: 4\n", 4),
         ("locks.yaml", "locks:\n - {field: budget.steps, max: 5, reason: a}\n - {field: budget.steps, max: 6}\n", 3),
         ("locks.yaml", "locks:\n - field: budget.steps\n   maximum: 5\n", 3),
+        ("clusters.yaml", "lab:\n  kind: slurm\n  pithon: python3\n", 3),
         ("presets/mine.yaml", "description: x\nconfig:\n  rollout:\n    grup_size: 4\n", 4),
     ],
 )  # fmt: skip

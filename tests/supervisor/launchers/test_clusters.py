@@ -57,6 +57,10 @@ def test_cluster_of_a_run_is_the_named_or_the_only_one(tmp_path, launcher, named
         ({"kind": "ray"}, "needs the address"),
         ({**FARM, "address": "http://me:secret@10.0.0.1"}, "without user and password"),
         ({**FARM, "setup": ["module load x"]}, "are for Slurm"),
+        ({**FARM, "partition": "x"}, "are for Slurm"),
+        ({**LAB, "address": "http://10.0.0.1"}, "lab: address and token_file are for Ray"),
+        ({**LAB, "setup": "module load x"}, "setup: must be a list"),
+        (None, "lab: must be a mapping"),
         ({**LAB, "partitions": "x"}, "lab: partitions"),
         ({**LAB, "mirror": {**MIRROR, "home": "relative"}}, "mirror.home"),
         ({**LAB, "mirror": {**MIRROR, "host": "me:secret@login"}}, "mirror.host"),
@@ -109,7 +113,12 @@ def test_preview_says_what_the_engine_would_be_asked_for(tmp_path, harness):
     for part in ("the cluster lab", "--nodes=1", "--cpus-per-task=8", "--partition=gpu", "--time=90"):
         assert part in said
     assert describe_job(specification, owners(tmp_path / "mirrored", lab={**LAB, "mirror": MIRROR})) == said
+    specification.config.launcher.kind, specification.kind = "slurm", "sweep"
+    assert "Its runs would be jobs on the cluster lab. Each asks from Slurm: --nodes=1" in describe_job(
+        specification, home
+    )
     specification.config.launcher.kind, specification.config.launcher.nodes = "ray", 3
+    specification.kind = "train"
     assert "Ray: 7 CPUs, on each of 3 nodes, at " in describe_job(specification, owners(tmp_path / "other", farm=FARM))
     specification.config.launcher.kind = "slurm"
     (home.configuration / "clusters.yaml").unlink()
@@ -133,6 +142,19 @@ def test_doctor_says_what_a_cluster_lacks(tmp_path, local_house, monkeypatch):
     found, said = levels(home, local_house, limit_s=0.1)
     assert "broken" in found and "Resources" in said and local_house.engine.cancelled
     assert levels(owners(tmp_path / "other", farm=FARM), local_house)[0] == {"broken"}
+
+
+def test_doctor_tells_that_a_line_of_setup_failed(tmp_path, local_house, monkeypatch):
+    home = owners(tmp_path, lab={**LAB, "python": sys.executable})
+    submit = local_house.engine.submit
+
+    def fail_in_setup(request):
+        request.log.write_text("slurm_script: 2: module: not found\n")
+        submit(request)
+
+    monkeypatch.setattr(local_house.engine, "submit", fail_in_setup)
+    found, said = levels(home, local_house)
+    assert "warning" in found and "the job wrote: slurm_script: 2: module: not found" in said
 
 
 def test_probe_finds_locks_that_are_not_carried(tmp_path):

@@ -245,7 +245,7 @@ def _describe_preview(preview: Preview, plan: SweepPlan) -> str:
     text = said(dataclasses.replace(preview, count=1, steps=0))
     runs = f"What {plan.runs + 1} runs{steps} would take, the sweep's own among them"
     text = text.replace("What one run would take", runs, 1)
-    return f"{text}\nRuns queue for the machine; the time assumes that they run one after the other."
+    return f"{text}\nThe time assumes that they run one after the other; those that find room run beside others."
 
 
 def _data(sweep: Specification) -> answers.Started:

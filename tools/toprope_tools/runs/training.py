@@ -402,7 +402,7 @@ def _answer_started(
         seeds = ", ".join(str(run.config.algorithm.seed) for run in specifications)
         text = (
             f"Started the group {group.id}: {len(specifications)} runs of {subject}, seeds {seeds}, each at most "
-            f"{limit}. They queue for the machine and go on if this server ends: "
+            f"{limit}. Those without room wait, and all go on if this server ends: "
             f"{first_run.run_id}{''.join(f', -s{number}' for number in range(1, len(specifications)))}.\n"
             f"{_next(group.id, wait_s, grouped=True)}; then compare_runs compares the group with another."
         )

@@ -281,7 +281,7 @@ _KEPT = {
 def _basis(first: Specification, measured: Sequence[_Measured], in_common: str, runs: Path) -> str:
     if measured:
         many = f"{len(measured)} earlier runs" if len(measured) > 1 else "one earlier run"
-        return f"Measured on this machine in {many} of {in_common}: {', '.join(run.run_id for run in measured[:3])}."
+        return f"Measured in {many} of {in_common}: {', '.join(run.run_id for run in measured[:3])}."
     if first.test or first.ask:
         return "Unknown: no comparable run of this kind with at least as many answers has completed on this machine."
     text = (

@@ -79,11 +79,14 @@ def describe_job(specification: Specification, home: Home) -> str:
         InvalidValue: The owner has no such cluster.
     """
     launcher = specification.config.launcher
-    if launcher.kind == "local" or specification.run_kind.starts_runs:
+    if launcher.kind == "local":
         return ""
     name, cluster = home.clusters().chosen(launcher)
     request = request_for(RunFolder(home.runs / specification.run_id), specification, cluster)
-    return f" It would run on the cluster {name}. Asked from {engine_of(cluster).describe(request)}."
+    described = engine_of(cluster).describe(request)
+    if specification.run_kind.starts_runs:
+        return f" Its runs would be jobs on the cluster {name}. Each asks from {described}."
+    return f" It would run on the cluster {name}. Asked from {described}."
 
 
 def require_memory(specification: Specification, settings: OwnerSettings) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import toprope
-from toprope.errors import TopropeError
+from toprope.errors import TopropeError, visible
 from toprope.extras import MIRRORING, require
 from toprope.records.run.folder import read_json
 from toprope.settings.clusters import Cluster
@@ -116,18 +116,24 @@ def _probe(
         if job is not None and job.phase == "ended":
             ended_at = ended_at or time.monotonic()
             if time.monotonic() - ended_at > _FILE_S:
-                last_line = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-                reason = f"the job ended without an answer ({job_state})" + (
-                    f": {last_line[0][:200]}" if last_line else ""
-                )
-                yield Finding(name, "broken", reason, remedy)
+                said = _last_line(log)
+                reason = f"the job ended without an answer ({job_state})"
+                yield Finding(name, "broken", f"{reason}: {said}" if said else reason, remedy)
                 return
         if time.monotonic() > limit:
             engine.cancel(job_name)
             yield Finding(name, "broken", f"the job did not run within {limit_s:g} s: {job_state}", "Ask again later.")
             return
         time.sleep(_LOOK_EVERY_S)
+    if said := _last_line(log):
+        text = f"before the keeper's place the job wrote: {said}"
+        yield Finding(name, "warning", text, "If a line of `setup` failed, mend it. No profile is read before it.")
     yield from _judge(name, read_json(folder / FACTS), server)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return visible(lines[-1], 200) if lines else ""
 
 
 def _judge(name: str, facts: dict[str, Any], server: str) -> Iterator[Finding]:

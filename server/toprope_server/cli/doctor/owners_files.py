@@ -17,12 +17,14 @@ from toprope_server.cli.doctor.checks import Finding, Level
 
 
 def owners_files(home: Home) -> Iterator[Finding]:
-    """settings.yaml, locks.yaml, limits.yaml and presets: valid, and private if they hold keys."""
+    """settings.yaml, locks.yaml, limits.yaml, clusters.yaml and presets: valid, and private if they hold keys."""
     readers: list[tuple[str, Path, Callable[[], Any]]] = [
         ("settings.yaml", home.settings_file, home.settings),
         ("locks.yaml", home.locks_file, home.locks),
         ("limits.yaml", home.limits_file, home.limits),
     ]
+    if (clusters_file := home.configuration / "clusters.yaml").exists():
+        readers.append(("clusters.yaml", clusters_file, home.clusters))
     for name, path in list_presets(home.preset_folders).items():
         readers.append((f"preset {name}", path, partial(load_preset, name, home.preset_folders)))
     sound = []
@@ -111,6 +113,8 @@ def line_of_mistake(path: Path, message: str) -> int | None:
     within = f"locks.{int(lock[1]) - 1}" if lock else ""
     if match := re.search(r"no key '([^']+)'", message):
         names += [name for name in lines if name.rpartition(".")[2] == match[1] and name.startswith(within)]
+    if entry := re.match(r", ([^:]+): ([\w.]+): ", message.partition(str(path))[2]):  # of clusters.yaml
+        names.append(f"{entry[1]}.{entry[2]}")
     names += [within] if within else []
     for name in re.findall(r"[A-Za-z_][\w*]*(?:[.][\w*]+)+|[a-z_]+", message.partition(str(path))[2] or message):
         names += [dotted_name for dotted_name in lines if dotted_name == name or dotted_name == f"config.{name}"]
