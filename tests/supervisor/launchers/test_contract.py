@@ -425,3 +425,4 @@ def test_terminated_job_is_lost_if_slurm_preempts_it(local_house, harness, monke
     status = ended(runs, folder)
     assert (status.state, status.resume_at is not None) == (ends, ends == "lost")
     assert ("took the job's place back" in status.reason) == (ends == "lost")
+    assert ("as a job that is cancelled" in status.reason) == (ends == "stopped")

@@ -116,6 +116,17 @@ def test_sweep_that_does_not_fit_is_refused(house):
     assert not shop.statuses()
 
 
+def test_preview_of_a_sweep_on_a_cluster_says_what_its_jobs_ask_for(house):
+    shop, _ = house
+    (shop.home.configuration / "clusters.yaml").write_text("lab: {kind: slurm, partition: gpu}")
+    (shop.home.configuration / "locks.yaml").write_text("locks: []")
+    draft = draft_of(shop)
+    shop.drafts.edit(draft, {"launcher.kind": "slurm"}, shop.home.locks())
+    said = do(start_sweep, shop, draft_id=draft, space=SPACE, options={"preview": True}).text
+    assert "Its runs would be jobs on the cluster lab. Each asks from Slurm: --nodes=1" in said
+    assert "Runs queue for the machine" not in said
+
+
 def test_limits_count_the_sweep_and_all_its_members(house):
     shop, _ = house
     limits = shop.home.configuration / "limits.yaml"

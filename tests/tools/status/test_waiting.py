@@ -201,19 +201,6 @@ def test_end_of_run_ends_wait_and_names_unmet_conditions(house):
     assert ended.data.runs[0].state == "stopped"
 
 
-def test_lost_run_that_will_resume_has_not_ended(house):
-    shop, start = house
-    folder = start()
-    become(folder, "lost", ended_at=time.time(), resume_at=time.time() + 60)
-    answer = check(shop, folder, wait_s=0.3, until=["end", "all ended"])
-    assert met(answer) == [] and "Ended" not in answer.text
-    assert answer.text.splitlines()[-1].startswith("Next: check_status(")
-    gone_on = [lambda: become(folder, "training", ended_at=None, resume_at=None)]
-    assert met(check(shop, folder, wait_s=20, until=["training"], acts=gone_on)) == [(folder.run_id, "training")]
-    become(folder, "lost", ended_at=time.time(), resume_at=None)
-    assert "Ended: get_results(" in check(shop, folder, wait_s=20, until=["end"]).text
-
-
 def test_unmet_condition_of_ended_run_is_not_told_as_long_wait(house):
     shop, start = house
     folder = start()

@@ -26,6 +26,7 @@ from toprope.workbench.drafts import Draft
 from toprope.workbench.launch.budgets.reserve_budget import NoRoomWithin, demand, reserve
 from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.preview import HASH_LENGTH, Preview, preview
+from toprope.workbench.launch.requirements import describe_job
 
 
 def draft_of_sweep(sweep: Specification, config: Config) -> Draft:
@@ -66,7 +67,8 @@ def require_room_for_members(
     def estimate() -> Preview:
         count = plan.runs - 1
         usual = _member(sweep, plan, max(1, math.ceil(plan.total_steps / count)), home)
-        return _for_whole_sweep(preview([usual] * count, limits, demand(usual, machine), home.runs), plan, sweep)
+        costs = preview([usual] * count, limits, demand(usual, machine), home.runs, describe_job(sweep, home))
+        return _for_whole_sweep(costs, plan, sweep)
 
     return estimate
 
