@@ -69,6 +69,22 @@ def test_results_name_sampled_rollouts_beside_those_that_were_trained_on(house):
         assert told in do(get_results, shop, run_id=folder.run_id).text
 
 
+def test_files_of_a_mirrored_run_are_named_where_they_are_here(house):
+    shop, _ = house
+    folder = start_run(shop)
+    become(folder, "completed", ended_at=time.time())
+    far = f"/scratch/me/runs/{folder.run_id}"
+    paths = {"checkpoint": f"{far}/checkpoints/step-000004", "plot": f"{far}/plot.png"}
+    data = do(get_results, shop, run_id=folder.run_id).data.results
+    write_json(folder.results, {**data, **paths, "checkpoint_step": 4})
+    (folder.path / "plot.png").touch()
+    for mirror, plot in (("", paths["plot"]), ("127.0.0.1:1", f"{folder.path}/plot.png")):
+        job = {"kind": "slurm", "attempt": 1, "name": "x", "submitted_at": 0, "deadline": 0}
+        Launch(cluster="lab", mirror=mirror, **job).write(folder)
+        text = do(get_results, shop, run_id=folder.run_id).text
+        assert f"Plot: {plot}\n" in text and f"Checkpoint: {paths['checkpoint']} (step 4)" in text
+
+
 def test_files_of_trackers_on_a_mirrored_cluster_are_not_said_to_be_here(house):
     shop, _ = house
     config = Config()

@@ -85,7 +85,9 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     specification = Specification.read(folder)
     report = find_record(folder.results, RESULTS_VERSION, Results, moved_home(folder))
     complete = report is not None
-    if report is None:
+    if report is not None:
+        report = report.model_copy(update=_copies_here(folder, report))
+    else:
         report = gather(folder, specification, status)
         report = report if status.ended else limit_report(workshop, report)
     labels = labels_to_tell(report.evaluations, _MOST_ALONG[detailed])
@@ -329,6 +331,15 @@ def _counts_text(measured: Accuracy) -> str:
     if measured.unjudged:
         parts.append(f"{measured.unjudged} more not judged")
     return f" ({', '.join(parts)})" if parts else ""
+
+
+def _copies_here(folder: RunFolder, report: Results) -> dict[str, str]:
+    """The paths here of files that a cluster without a shared folder named by its own; those of files that came."""
+    if not cluster_with_files(folder):
+        return {}
+    far = {name: getattr(report, name) or "" for name in ("checkpoint", "weights", "plot")}
+    here = {name: folder.path / path.partition(f"/runs/{folder.run_id}/")[2] for name, path in far.items()}
+    return {name: str(path) for name, path in here.items() if path != folder.path and path.exists()}
 
 
 def _file_lines(folder: RunFolder, report: Results) -> list[str]:
