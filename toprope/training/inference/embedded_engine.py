@@ -311,7 +311,8 @@ class EmbeddedEngine(Engine):
         """`_read` of one prompt, of whose beginning the keys and values are there."""
         device, count, longest = self._model.device, begun[0].shape[1], len(text)
         cache = DynamicCache(config=self._model.config)
-        for number, layer in enumerate(cache.layers):
+        layers: list[Any] = cache.layers
+        for number, layer in enumerate(layers):
             layer.update(*(tensor.unsqueeze(0) for tensor in begun[2 * number : 2 * number + 2]))
         mask = torch.ones(1, 1, longest - count, longest, dtype=torch.bool, device=device).tril(count)
         positions = torch.arange(count, longest, device=device).unsqueeze(0)
