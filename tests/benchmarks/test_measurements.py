@@ -204,9 +204,11 @@ def test_processor_time_is_compared_with_the_side_of_trl_that_takes_least(monkey
 
 def test_control_of_growth_is_compared_with_the_model_that_it_ran_on():
     figures = {"embedded_growth_1024_over_256": 5.8, "control_growth_1024_over_256": 6.5}
+    figures["control_conversation_ratio"] = 1.0
     assert decode.control_failed(figures) == decode.control_failed(figures | {"growth_1024_over_256": 5.7}) == ""
     assert "no more than the engine" in decode.control_failed(figures | {"growth_1024_over_256": 6.6})
     assert "no more" in decode.control_failed({**figures, "control_growth_1024_over_256": 4.8})
+    assert "as fast" in decode.control_failed({**figures, "control_conversation_ratio": 0.6})
 
 
 def test_edits_past_locks_open_their_environment():

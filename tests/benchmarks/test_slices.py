@@ -56,6 +56,8 @@ def test_decoding_reports_the_logprobs_of_the_model(tmp_path):
         with decode.concatenated_cache():
             concatenated = decode.decode(engine, decode.make_prompts(2), 4)
         assert decode.check_logprobs(model, engine) < 1e-3
+        decode.converse(engine, talks=2, turns=3, first=260)
+        assert engine._kept.has_continued
     finally:
         engine.stop()
     assert len(found) == len(concatenated) == 2
