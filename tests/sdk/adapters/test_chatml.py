@@ -58,6 +58,7 @@ def test_ids_of_an_answer_give_its_text_back(text: str) -> None:
          [("user", "a"), ("assistant", "cut"), ("user", "b")], ""),
         ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", [("user", "a")], ""),
         ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nAnswer:", [("user", "a")], "Answer:"),
+        ("<|endoftext|><|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", [("user", "a")], ""),
         ("<|im_start|>user\na<|im_end|>b<|im_end|>\n", [("user", "a<|im_end|>b")], ""),
     ],
 )  # fmt: skip

@@ -244,6 +244,36 @@ def test_a_reward_that_fails_or_a_rollout_without_an_answer_is_an_error(made: Ma
     assert "asked the policy for no answer" in str(outcomes(silent)[0].error)
 
 
+@pytest.mark.parametrize("use", ["asyncio.run", "asyncio.get_event_loop().run_until_complete"])
+def test_rewards_may_run_coroutines_themselves(made: Made, policy: Policy, use: str) -> None:
+    environment = made(
+        f"""
+        import asyncio
+        async def judged(values):
+            await asyncio.sleep(0)
+            return values
+        def rollout_func(prompts, trainer):
+            return one(asked(trainer, prompts[0]), env_reward=0.5)
+        def reward(completions, env_reward, **columns):
+            return {use}(judged(env_reward))
+        """
+    )
+    assert [(one.reward, one.error) for one in outcomes(environment, 2)] == [(0.5, None)] * 2
+
+
+def test_fields_that_are_no_lists_reach_the_rewards_whole(made: Made, policy: Policy) -> None:
+    environment = made(
+        """
+        import numpy
+        def rollout_func(prompts, trainer):
+            return one(asked(trainer, prompts[0])) | {"scores": numpy.array([0.25, 0.5])}
+        def reward(completions, scores, **columns):
+            return [float(each.max()) for each in scores]
+        """
+    )
+    assert [(one.reward, one.error) for one in outcomes(environment, 2)] == [(0.5, None)] * 2
+
+
 def test_a_group_is_sampled_by_a_worker(made: Made) -> None:
     environment = made(GAME)
     source = {"adapter": "trl", "target": json.dumps(environment._target)}

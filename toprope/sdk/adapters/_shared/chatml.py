@@ -73,10 +73,10 @@ def messages_in(text: str) -> tuple[Messages, str]:
 
     A text without ChatML is one message of the user. A turn that its end token does not close, as an answer that was
     cut, ends at the next one. The open turn of the policy is no message; empty thoughts, with which templates ask for
-    an answer without any, begin no answer.
+    an answer without any, begin no answer. Padding before the first turn is no text.
     """
     turns = list(_TURN.finditer(text))
-    if not turns or text[: turns[0].start()].strip():
+    if not turns or text[: turns[0].start()].replace(_PAD, "").strip():
         return [{"role": "user", "content": text}], ""
     messages: Messages = []
     ends = [turn.start() for turn in turns[1:]] + [len(text)]

@@ -125,12 +125,16 @@ class TrlRollouts(UserRewards, OwnLoop):
             PRESENT.reset(before)
 
     async def _scores(self, task: Task, sampled: Sequence[_Sampled]) -> list[dict[str, float] | BaseException]:
-        """Call the reward functions, in this thread: some set signals, which only the main one can."""
+        """Call the reward functions, in a thread without a running event loop: some run coroutines themselves."""
+
+        def called() -> dict[str, list[Any]]:
+            luck = OwnRandom(f"{self.seed}:{task.id}:score")
+            with placeholders(self._user.module, shlex.split(self._arguments), of_bytes=True), luck:
+                return self._rewards_of([result.columns for result in sampled], **self._told(task, sampled))
+
         try:
             async with self._turns.turn():
-                with placeholders(self._user.module, shlex.split(self._arguments), of_bytes=True):
-                    with OwnRandom(f"{self.seed}:{task.id}:score"):
-                        values = self._rewards_of([result.columns for result in sampled], **self._told(task, sampled))
+                values = await self._turns.run(called, lambda: None)
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:  # an author's function may raise anything
@@ -181,5 +185,9 @@ def _fields_of(returned: Any) -> dict[str, Any]:
             count = f"{len(values)} entries" if hasattr(values, "__len__") else type(values).__name__
             raise EnvironmentMistake(f"{expected}; of {name} came {count} for 1 prompt, as num_generations is 1 here")
     fields = {name: value for name, value in returned.items() if name not in (*_LISTS, _MASK)}
-    of_one = {name: value[0] if isinstance(value, list) else value for name, value in fields.items() if value != []}
+    of_one = {
+        name: value[0] if isinstance(value, list) else value
+        for name, value in fields.items()
+        if not isinstance(value, list) or value
+    }
     return {**of_one, "completion_ids": returned["completion_ids"][0]}
