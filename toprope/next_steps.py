@@ -22,7 +22,7 @@ class Step:
 
     tool: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Those that the message gives; a placeholder, such as N, is a text."""
+    """Those that the message gives; a placeholder, such as N or `...`, is a text."""
     written: str = ""
     """As the message has it."""
 
@@ -68,6 +68,7 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Name):
         return _CONSTANTS.get(node.id, node.id)
     try:
-        return ast.literal_eval(node)
+        value = ast.literal_eval(node)
     except ValueError:
         return ast.unparse(node)
+    return "..." if value is ... else value

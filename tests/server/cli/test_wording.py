@@ -71,6 +71,10 @@ def test_steps_become_commands_that_the_program_takes(tool):
         ("read_logs(component='environment') has it (all).", "`toprope logs RUN environment` has it (all)."),
         ("stop_training, then edit_config x", "`toprope stop RUN`, then `toprope call edit_config` x"),
         ('fork_config(run_id="a (b)") makes one.', "`toprope call fork_config 'run_id=a (b)'` makes one."),
+        (
+            'edit_config(draft_id=..., changes={"budget.steps": 9}) helps.',
+            "`toprope call edit_config draft_id=... 'changes={\"budget.steps\": 9}'` helps.",
+        ),
         ("`toprope runs` and list_runs_of and /list_runs", "`toprope runs` and list_runs_of and /list_runs"),
     ],
 )
