@@ -329,3 +329,15 @@ def test_kept_prompts_stay_within_their_room(room: int, tokenizer: Any, monkeypa
             held = sum(tensor.nbytes for tensors in kept._kept.values() for tensor in tensors)
             assert held == kept._bytes <= room and len(kept._kept) <= 20
     assert bool(kept._kept) == bool(room)
+
+
+def test_prompt_beyond_the_room_takes_no_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing_cache, "_LEAST_KEPT", 10)
+    kept, cache = KeptPrompts(2 * 30 * 4), DynamicCache()
+    cache.update(torch.zeros(1, 1, 40, 1), torch.zeros(1, 1, 40, 1), 0)
+    kept.keep([range(20)], cache)
+    kept.beginning(range(21))
+    kept.keep([range(20)], cache)
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: pytest.fail("it was copied"))
+    kept.keep([range(40, 80)], cache)
+    assert [tensor.shape for tensor in kept.beginning(range(21))] == [(1, 20, 1)] * 2

@@ -222,7 +222,9 @@ class KeptPrompts:
             self._bytes -= _size(self._kept.pop(ids, ()))
             if self.has_continued and cache is not None:
                 filled = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-                tensors = tuple(tensor[row, :, -len(prompt) :].clone() for tensor in filled)
+                read = [tensor[row, :, -len(prompt) :] for tensor in filled]
+                if _size(read) <= self._room:  # else the copy alone would take more, and all others' places
+                    tensors = tuple(tensor.clone() for tensor in read)
             self._kept[ids] = tensors
             self._bytes += _size(tensors)
             while self._bytes > self._room or len(self._kept) > _MOST_KEPT:
