@@ -76,12 +76,12 @@ def scorer_ignores_answers(history: TrainingHistory) -> Symptom | None:
 def _all_equal(history: TrainingHistory) -> bool:
     """Return True if all rewards of the window are equal, and neither those of wrong nor of right answers."""
     spread = history["reward_std"].mean
-    return _mostly_other(history, 0.95) and spread is not None and spread <= 1e-9
+    return _mostly_other(history, 0.95) and spread is not None and max(spread, history["reward"].spread) <= 1e-9
 
 
 def _equal_by_task(history: TrainingHistory) -> bool:
-    """Return True if rewards differ between tasks, but not within groups."""
-    return _mostly_other(history, 0.9) and history.recent("reward_std") > 1e-9
+    """Return True if rewards differ between tasks, of one step or of several, but not within groups."""
+    return _mostly_other(history, 0.9) and max(history.recent("reward_std"), history["reward"].spread) > 1e-9
 
 
 def _answers_alike(history: TrainingHistory) -> bool:
