@@ -56,7 +56,7 @@ class Walls:
     """Names of the variables that the owner's settings have for environments; such code does not get them."""
     added: tuple[str, ...] = ()
     """Folders that the owner added by name: the code of a project there reads the project, see
-    `toprope.sdk.wall.paths.project_root`."""
+    `toprope.sdk.wall.projects.project_root`."""
 
     def wrote_agent(self, file: str) -> bool:
         """True if an agent wrote a file."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,32 @@ def test_project_that_contains_toprope_s_home_opens_nothing_of_it(project: Path)
     assert project_root(f"{theirs}/games/env.py", [theirs], walls.closed) == theirs, "the owner added that by name"
 
 
+@landlock
+@pytest.mark.parametrize("right", ["sources", "reads", "writes"])
+def test_link_above_toprope_s_home_in_a_project_opens_nothing_there(project: Path, right: str) -> None:
+    """The folder of the home is left out by naming what lies beside it, and a link is one of these."""
+    (project / "home").mkdir()
+    (project / "rows").write_text("'row'")
+    (project.parent / "other").mkdir()
+    (project.parent / "other" / "row").write_text("'row'")
+    (project / "up").symlink_to("..")
+    (project / "out").symlink_to(project.parent / "other")
+    (project / "within").symlink_to(project / "training")
+    file = project / "training" / "train.py"
+    file.write_text(
+        "import os\ndef work():\n    found = []\n"
+        "    for name in ('rows', 'within/train.py', 'up/other/row', 'out/row', '../other/row'):\n"
+        f"        try: found.append(bool(open(os.path.join({str(project)!r}, name)).read()))\n"
+        "        except PermissionError: found.append('closed')\n    return found\n"
+    )
+    walls = Walls(closed=(str(project / "home"),), added=(str(project),))
+    if right != "sources":
+        walls = replace(walls, rights={"train": {right: [str(project)]}}, added=())
+    source = EnvironmentSource(name="train", file=str(file), attribute="work")
+    expected = [True, True, "closed", "closed", "closed"]
+    assert asked(environment_wall(walls, source), file)[0] == expected
+
+
 def test_agent_that_describes_a_project_in_its_own_folder_opens_nothing(project: Path, tmp_path: Path) -> None:
     """Also if the owner added the folder, by mistake or because its name is that of another."""
     agents = project / "training"
@@ -157,6 +185,20 @@ def test_project_that_another_user_can_write_is_not_opened(project: Path, name: 
         place.chmod(mode)
         os.chown(place, 12345, 12345)
         assert project_root(str(file), [str(project)]) == "", "another user wrote it"
+
+
+@pytest.mark.parametrize("name", [".", "training", "training/train.py"])
+def test_project_that_a_list_lets_another_user_write_is_not_opened(project: Path, name: str) -> None:
+    """The bits of a group that is the user's own then speak of the others on the list."""
+    nobody, owner, user, group, mask, other = 0xFFFFFFFF, 1, 2, 4, 16, 32
+    entries = [(owner, 7, nobody), (user, 7, 12345), (group, 5, nobody), (mask, 7, nobody), (other, 5, nobody)]
+    packed = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.chown(project / name, -1, os.getuid())
+        os.setxattr(project / name, "system.posix_acl_access", packed)
+    except (AttributeError, OSError):
+        pytest.skip("this user has no group of its own, or this file system no lists")
+    assert project_root(str(project / "training" / "train.py"), [str(project)]) == ""
 
 
 def test_walls_of_a_home_name_the_folders_that_the_owner_added(project: Path, tmp_path: Path) -> None:

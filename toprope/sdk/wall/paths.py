@@ -349,12 +349,15 @@ def without(places: Iterable[str], closed: Iterable[str]) -> list[str]:
         places: Files and folders that may be used.
         closed: Files and folders that may not, except where a place lies within one: it was asked for by name.
 
-    A folder that holds a closed one is replaced by its other entries, as they are now.
+    A folder that holds a closed one is replaced by its other entries, as they are now, without links: what these lead
+    to may lie elsewhere, and one that leads above a closed folder would open all that is there.
     """
     closed_paths = [os.path.realpath(path) for path in closed]
     remaining: list[str] = []
 
     def add(path: str, depth: int) -> None:
+        if depth and os.path.islink(path):
+            return
         real = os.path.realpath(path)
         if not any(is_within(closed_path, real) for closed_path in closed_paths):
             remaining.append(path)

@@ -201,7 +201,7 @@ def plan_for(wall: Wall, python: str, variables: Mapping[str, str], writes: Sequ
 def _visible_places(source: str, closed: Sequence[str]) -> Iterator[str]:
     for place in paths.without([os.path.abspath(source)], closed):
         inside = os.path.relpath(place, source)
-        if inside == "." or not (os.path.islink(place) or any(map(kernel.is_hidden, inside.split(os.sep)))):
+        if inside == "." or not any(map(kernel.is_hidden, inside.split(os.sep))):
             yield place
 
 

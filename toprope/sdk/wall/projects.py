@@ -15,6 +15,7 @@ PROJECT = "pyproject.toml"
 MANIFEST = "openenv.yaml"
 _REQUIREMENTS = "requirements.txt"
 MARKS = (".git", PROJECT, "setup.py", MANIFEST)
+_LIST = "system.posix_acl_access"
 _OF_OTHERS = ("site-packages", "dist-packages", "node_modules")
 
 
@@ -68,15 +69,25 @@ def _is_of_others(folder: str) -> bool:
 
 def _has_one_writer(places: Iterable[str]) -> bool:
     """True if files and folders are of one user, and no other can write them, except by a group that has that user's
-    number and so is the user's own."""
+    number and so is the user's own. Where a list names other users, the bits of the group are the most that it gives
+    to any of them."""
     try:
-        stats = [os.stat(place) for place in places]
+        stats = {place: os.stat(place) for place in places}
     except OSError:
         return False
-    return len({found.st_uid for found in stats}) == 1 and not any(
-        found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and found.st_gid != found.st_uid)
-        for found in stats
+    return len({found.st_uid for found in stats.values()}) == 1 and not any(
+        found.st_mode & stat.S_IWOTH
+        or (found.st_mode & stat.S_IWGRP and (found.st_gid != found.st_uid or _lists_users(place)))
+        for place, found in stats.items()
     )
+
+
+def _lists_users(place: str) -> bool:
+    """True if a file has an access control list."""
+    try:
+        return _LIST in os.listxattr(place)
+    except (AttributeError, OSError):  # another system, a file system without lists
+        return False
 
 
 def roots_above(file: str) -> list[str]:
