@@ -45,6 +45,15 @@ def test_code_at_the_root_of_a_project_is_accepted(tmp_path, mark):
     assert names(source, tmp_path) == {"training/rewards.py", "server/rules.py", "models.py"}
 
 
+def test_project_with_toprope_in_its_own_environment_is_hashed(tmp_path, monkeypatch):
+    packages = tmp_path / ".venv" / "lib" / "python3.12" / "site-packages"
+    monkeypatch.setattr(digests, "ENVIRONMENTS", packages / "toprope" / "environments")
+    monkeypatch.setattr(digests, "_PACKAGE", packages / "toprope")
+    made(tmp_path, training__rewards="import models", models="", setup="")
+    source = EnvironmentSource(name="a", file=str(tmp_path / "training" / "rewards.py"), attribute="A")
+    assert names(source, tmp_path) == {"training/rewards.py", "models.py"}
+
+
 def test_toprope_itself_is_no_code_of_its_own_environments():
     [file, *_] = sorted(ENVIRONMENTS.glob("[a-z]*.py"))
     source = EnvironmentSource(name="a", file=str(file), attribute="A")

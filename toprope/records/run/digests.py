@@ -102,7 +102,7 @@ def _roots(file: str) -> list[tuple[str, str]]:
     alone = [package] if package and not project_of(package) else []
     roots = [(os.path.split(folder)) for folder in (*alone, *folders_above(file))]
     roots += [(project_of(package), "")] if package and not alone else []
-    roots += [(root, "") for root in roots_above(file) if not ENVIRONMENTS.is_relative_to(root)]
+    roots += [(root, "") for root in roots_above(file) if Path(root).resolve() != _PACKAGE.parent]  # Toprope's checkout
     return [(os.path.dirname(os.path.abspath(file)), ""), *roots]
 
 
