@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from toprope.sdk.adapters._gymnasium import listing
 from toprope.sdk.adapters.gymnasium import declared, make
 from toprope.sdk.errors import LoadError
 from toprope.sdk.rollouts import Rollout, configure
@@ -268,6 +269,25 @@ def test_class_with_a_base_of_the_author_s_own_is_listed_and_played(
     environment = opened(file, file.read_text())
     for answer, reward in (("out", 1.0), ("in", 0.0)):
         assert begun(environment).advance(answer).outcome.parts["reward"] == reward
+
+
+def test_many_classes_with_bases_are_listed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with models of data has thousands; each file is read once, and so are those that it imports from."""
+    read: list[str] = []
+
+    def parsed(file: Path) -> ast.Module:
+        read.append(file.name)
+        return ast.parse(file.read_bytes())
+
+    monkeypatch.setattr(listing, "parse", parsed)
+    (tmp_path / "bases.py").write_text("class Base: pass\nclass Other(Elsewhere): pass\n")
+    models = "".join(f"class Model{n}(Base, Other, Unknown):\n    field: int = {n}\n" for n in range(300))
+    circle = "class One(Two): pass\nclass Two(One):\n    def reset(self, seed=None): ...\n"
+    tree = ast.parse("from bases import Base, Other\nfrom library import Unknown\n" + models + circle)
+    walked, walk = [], ast.walk
+    monkeypatch.setattr(ast, "walk", lambda node: walked.append(node) or walk(node))
+    assert declared(tmp_path / "models.py", tree) == []
+    assert read == ["bases.py"] and len([node for node in walked if node is tree]) < 10
 
 
 def test_bases_wrappers_and_classes_of_other_libraries_are_not_listed(tmp_path: Path) -> None:

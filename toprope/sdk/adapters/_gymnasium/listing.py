@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from toprope.sdk.adapters._gymnasium import verifiable
@@ -25,9 +27,29 @@ _WRAPPED = {"env", "envs", "env_fns"}
 _STEPPING = "BaseRLMEnv"
 """SkyRL-gym's base of environments that only score."""
 _DEEPEST = 4
-"""Most bases one upon another, and most folders above a file, in which an author's own base is looked for."""
+"""Most files one upon another, and most folders above a file, in which an author's own base is looked for."""
+_MOST_BASES = 16
 
 _Methods = dict[str, ast.FunctionDef]
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The classes of a file, and the names that it imports, each with its name there."""
+
+    file: Path
+    classes: dict[str, ast.ClassDef]
+    imports: dict[str, tuple[ast.ImportFrom, str]]
+
+    @classmethod
+    def of(cls, file: Path, tree: ast.Module) -> _Names:
+        classes: dict[str, ast.ClassDef] = {}
+        for statement in tree.body:
+            if isinstance(statement, ast.ClassDef):
+                classes.setdefault(statement.name, statement)
+        sources = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        imports = {alias.asname or alias.name: (node, alias.name) for node in sources for alias in node.names}
+        return cls(file, classes, imports)
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
@@ -36,6 +58,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     classes: dict[str, tuple[ast.ClassDef, set[str]]] = {}
     inherited = set[str]()
     others = games_in(tree)  # TextArena's
+    names = _Names.of(file, tree)
     for node in tree.body:
         if not isinstance(node, ast.ClassDef) or node in others:
             continue
@@ -43,7 +66,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
         bases = {base.id for base in _bases(node) if isinstance(base, ast.Name)} & classes.keys()
         if bases and _wraps(_defined(node)):
             continue
-        own = _methods(node) or _methods_with_own_base(node, file, tree)
+        own = _methods(node) or _methods_with_own_base(node, names)
         if methods := own.union(*(classes[base][1] for base in bases)):
             classes[node.name] = node, methods
             inherited.update(bases)
@@ -104,11 +127,11 @@ def _methods(node: ast.ClassDef) -> set[str]:
     return set(defined) if "reset" in defined and (not bases or bases & _BASES) else set()
 
 
-def _methods_with_own_base(node: ast.ClassDef, file: Path, tree: ast.Module) -> set[str]:
+def _methods_with_own_base(node: ast.ClassDef, names: _Names) -> set[str]:
     """Like `_methods`, with those of a base class that the author defines, in this file or in one that it imports."""
     if _is_excluded(node) or {_name_of(base) for base in _bases(node)} <= _PLAIN:
         return set()
-    methods = _inherited(node, file, tree) or {}
+    methods = _inherited(node, names) or {}
     if not {"step", "reset"} <= methods.keys() or len(methods["step"].args.args) != 2:
         return set()
     is_abstract = any(_name_of(mark) == "abstractmethod" for one in methods.values() for mark in one.decorator_list)
@@ -121,42 +144,46 @@ def _asked_by(method: ast.FunctionDef) -> set[str]:
     return {argument.arg for argument in arguments.args[1 : len(arguments.args) - len(arguments.defaults)]}
 
 
-def _inherited(node: ast.ClassDef, file: Path, tree: ast.Module, deep: int = 0) -> _Methods | None:
+def _inherited(node: ast.ClassDef, names: _Names) -> _Methods | None:
     """The methods of a class and of its bases; None if one of these is not the author's own."""
+    line = [(node, names)]
+    for child, around in line:  # its bases are added meanwhile
+        for base in _bases(child):
+            if _name_of(base) in _PLAIN or (isinstance(base, ast.Attribute) and _name_of(base) in _BASES):
+                continue
+            found = _own_class(base.id, around) if isinstance(base, ast.Name) else None
+            if found is None or len(line) > _MOST_BASES:
+                return None
+            if all(found[0] is not known for known, _ in line):
+                line.append(found)
     methods: _Methods = {}
-    for base in reversed(_bases(node)):
-        if _name_of(base) in _PLAIN or (isinstance(base, ast.Attribute) and _name_of(base) in _BASES):
-            continue
-        found = _own_class(base.id, file, tree) if isinstance(base, ast.Name) and deep < _DEEPEST else None
-        more = _inherited(*found, deep + 1) if found is not None else None
-        if more is None:
-            return None
-        methods |= more
-    return methods | _defined(node)
+    for child, _ in reversed(line):
+        methods |= _defined(child)
+    return methods
 
 
-def _own_class(name: str, file: Path, tree: ast.Module) -> tuple[ast.ClassDef, Path, ast.Module] | None:
-    """A class of a file, or of a file of its project that it imports from, with that file."""
+def _own_class(name: str, names: _Names) -> tuple[ast.ClassDef, _Names] | None:
+    """A class of a file, or of a file of its project that it imports from, with the names of that file."""
     for _ in range(_DEEPEST):  # packages import what their modules define
-        imported = None
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and node.name == name and node in tree.body:
-                return node, file, tree
-            if isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        imported = node, alias.name
-        if imported is None:
+        if name in names.classes:
+            return names.classes[name], names
+        if name not in names.imports:
             break
-        source, name = imported
-        place = next(filter(os.path.isfile, _places(file, source)), None)
+        source, name = names.imports[name]
+        place = next(filter(os.path.isfile, _places(names.file, source)), None)
         if place is None:
             break
         try:
-            file, tree = place, parse(place)
+            names = _names_in(place, os.stat(place).st_mtime_ns)
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             break
     return None
+
+
+@functools.lru_cache(maxsize=8)
+def _names_in(file: Path, _changed_at: int) -> _Names:
+    """Read a file whose classes many others are derived from once, not for each of them."""
+    return _Names.of(file, parse(file))
 
 
 def _places(file: Path, node: ast.ImportFrom) -> Iterator[Path]:
