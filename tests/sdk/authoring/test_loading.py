@@ -88,6 +88,18 @@ def test_package_of_the_same_name_is_not_loaded_instead(tmp_path: Path, monkeypa
     assert "env_of_games" not in sys.modules
 
 
+def test_package_may_change_where_imports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    (tmp_path / "setup.py").touch()
+    (folder := tmp_path / "tidy_games").mkdir()
+    (folder / "__init__.py").write_text(
+        f"import sys\nsys.path[:] = [place for place in sys.path if place != {str(tmp_path)!r}]\nWORD = 'found'\n"
+    )
+    (folder / "tidy_env.py").write_text("from . import WORD\n")
+    assert module_of(folder / "tidy_env.py").WORD == "found"
+
+
 def test_link_to_a_file_says_why_its_neighbours_are_missing(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "env_of_link.py").write_text("import beside_the_target\n")

@@ -206,7 +206,8 @@ def _import(file: Path, folder: str) -> ModuleType:
             try:
                 module = importlib.import_module(".".join(inside.with_suffix("").parts))
             finally:
-                sys.path.remove(root)
+                with contextlib.suppress(ValueError):  # the module removed it
+                    sys.path.remove(root)
             if os.path.realpath(module.__file__ or "") != os.path.realpath(file):
                 raise ImportError(f"the name of its package is taken by {module.__file__}: rename it") from None
             sys.modules[name] = module
