@@ -81,8 +81,10 @@ def test_slurm_tells_jobs_by_name():
 
 
 def test_slurm_wait_that_never_ends_is_told_with_its_remedy():
-    engine, _ = slurm(squeue=(0, "3|PENDING|N/A||n/a|PartitionTimeLimit|long\n", ""))
-    assert engine.jobs()["long"].told.endswith("will not start so: stop it, and lower launcher.time_limit_minutes")
+    queue = "3|PENDING|N/A||n/a|PartitionTimeLimit|long\n4|PENDING|N/A||n/a|PartitionNodeLimit|wide\n"
+    jobs = slurm(squeue=(0, queue, ""))[0].jobs()
+    assert jobs["long"].told.endswith("will not start so: stop it, and lower launcher.time_limit_minutes")
+    assert jobs["wide"].told.endswith("lower launcher.nodes, unless nodes of the partition are down"), "it means both"
 
 
 @pytest.mark.parametrize(("minutes", "warned_s"), [(0, 60), (1, 30), (2, 60), (90, 60)])

@@ -32,7 +32,7 @@ _UNREACHABLE = (
 """In a command's last line. Those before it may be a site's own words about a quota."""
 _NEVER_STARTS = {
     "PartitionTimeLimit": "lower launcher.time_limit_minutes",
-    "PartitionNodeLimit": "lower launcher.nodes",
+    "PartitionNodeLimit": "lower launcher.nodes, unless nodes of the partition are down",
     "PartitionConfig": "lower launcher.resources, or change launcher.partition",
     "BadConstraints": "change launcher.features or launcher.resources",
 }
@@ -77,7 +77,7 @@ class SlurmEngine:
             raise Refused(
                 f"Slurm refused the job: {_summarize_output(done)}.",
                 hint="Nothing was started. Change launcher.partition, account, features, resources or "
-                "time_limit_minutes; empty, they are as the owner's clusters.yaml says.",
+                "time_limit_minutes. The owner's clusters.yaml gives an empty partition or account.",
             )
 
     def _options(self, request: JobRequest) -> list[str]:

@@ -126,7 +126,7 @@ def _probe(
             return
         time.sleep(_LOOK_EVERY_S)
     if said := _last_line(log):
-        text = f"before the keeper's place the job wrote: {said}"
+        text = f"besides its answer the job wrote: {said}"
         yield Finding(name, "warning", text, "If a line of `setup` failed, mend it. No profile is read before it.")
     yield from _judge(name, read_json(folder / FACTS), server)
 
