@@ -121,13 +121,17 @@ def test_watch_in_pipe_prints_changes_until_run_ends(live):
     assert re.match(r"\d\d:\d\d:\d\d a-run: ", seen)
 
 
-def test_watch_follows_a_lost_run_that_resumes_by_itself(live):
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_watch_follows_a_lost_run_that_resumes_by_itself(live, when):
     home, folder = live
+    if when == "before":
+        finish(folder, "lost", resume_at=time.time() + 60)
     watching = subprocess.Popen([*COMMAND, "watch"], stdout=subprocess.PIPE, env=variables(home))
     try:
-        read_until(watching.stdout, "queued")
-        finish(folder, "lost", resume_at=time.time() + 60)
-        read_until(watching.stdout, "-> lost")
+        if when == "meanwhile":
+            read_until(watching.stdout, "queued")
+            finish(folder, "lost", resume_at=time.time() + 60)
+        read_until(watching.stdout, "lost")
         with pytest.raises(subprocess.TimeoutExpired):
             watching.wait(timeout=1)
         become(folder, "training", ended_at=None, resume_at=None)

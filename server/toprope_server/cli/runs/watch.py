@@ -75,7 +75,7 @@ def watch(workshop: Workshop, run_ids: Sequence[str], *, out: IO[str] | None = N
     """Follow runs until all have ended.
 
     Args:
-        run_ids: The runs; all live ones if empty.
+        run_ids: The runs; all that are live or will resume by themselves if empty.
         out: Standard output by default.
 
     Returns:
@@ -87,7 +87,7 @@ def watch(workshop: Workshop, run_ids: Sequence[str], *, out: IO[str] | None = N
     out = out or sys.stdout
     statuses = [workshop.runs.status(run_id) for run_id in dict.fromkeys(run_ids)]
     if not run_ids:
-        statuses = [status for status in workshop.statuses() if not status.ended]
+        statuses = [status for status in workshop.statuses() if not status.ended or status.goes_on]
         if not statuses:
             print("No run is live. 'toprope runs' lists those that ended.", file=out, flush=True)
             return 0
