@@ -88,6 +88,23 @@ def test_package_of_the_same_name_is_not_loaded_instead(tmp_path: Path, monkeypa
     assert "env_of_games" not in sys.modules
 
 
+@pytest.mark.parametrize("mark", ["openenv.yaml", "pyproject.toml", ".git", "requirements.txt"])
+def test_folder_where_others_can_write_is_no_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str) -> None:
+    """Where no wall stands, their modules would have the rights of whoever loads the file."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    (tmp_path / "training").mkdir()
+    (tmp_path / mark).touch()
+    (tmp_path / "left_by_others.py").touch()
+    file = tmp_path / "training" / "rewards_of_one.py"
+    file.write_text("import left_by_others\n")
+    tmp_path.chmod(0o1777)
+    with pytest.raises(LoadError, match="left_by_others"):
+        module_of(file)
+    tmp_path.chmod(0o755)
+    module_of(file)
+
+
 def test_package_may_change_where_imports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))

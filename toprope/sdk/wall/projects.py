@@ -67,17 +67,21 @@ def _is_of_others(folder: str) -> bool:
     return name.startswith(".") or name in _OF_OTHERS or os.path.exists(os.path.join(folder, "pyvenv.cfg"))
 
 
-def _has_one_writer(places: Iterable[str]) -> bool:
+def _has_one_writer(places: Iterable[str], *, by_group: bool = False) -> bool:
     """True if files and folders are of one user, and no other can write them, except by a group that has that user's
     number and so is the user's own. Where a list names other users, the bits of the group are the most that it gives
-    to any of them."""
+    to any of them.
+
+    Args:
+        by_group: Any group may write them as well.
+    """
     try:
         stats = {place: os.stat(place) for place in places}
     except OSError:
         return False
     return len({found.st_uid for found in stats.values()}) == 1 and not any(
         found.st_mode & stat.S_IWOTH
-        or (found.st_mode & stat.S_IWGRP and (found.st_gid != found.st_uid or _lists_users(place)))
+        or (not by_group and found.st_mode & stat.S_IWGRP and (found.st_gid != found.st_uid or _lists_users(place)))
         for place, found in stats.items()
     )
 
@@ -92,14 +96,19 @@ def _lists_users(place: str) -> bool:
 
 def roots_above(file: str) -> list[str]:
     """The folders above a file with a mark of a project, from the nearest on, that this process can list. Behind a wall
-    these are the ones that it opens: `project_root` and the folder of a manifest."""
-    found, folder = list[str](), os.path.dirname(os.path.abspath(file))
-    while not is_broad(folder):
-        if is_marked(folder) or os.path.isfile(os.path.join(folder, _REQUIREMENTS)):
+    these are the ones that it opens: `project_root` and the folder of a manifest. Without one, a module that another
+    user left above would run with all rights, so folders where others can write are no roots; a manifest's folder may
+    be a group's."""
+    found, passed = list[str](), [os.path.abspath(file)]
+    manifests_place = os.path.dirname(os.path.dirname(passed[0]))
+    while not is_broad(folder := os.path.dirname(passed[-1])):
+        passed.append(folder)
+        has_manifest = folder == manifests_place and os.path.isfile(os.path.join(folder, MANIFEST))
+        is_root = is_marked(folder) or os.path.isfile(os.path.join(folder, _REQUIREMENTS))
+        if is_root and _has_one_writer(passed, by_group=has_manifest):
             with contextlib.suppress(OSError):
                 os.scandir(folder).close()
                 found.append(folder)
-        folder = os.path.dirname(folder)
     return found
 
 
