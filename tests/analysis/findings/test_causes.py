@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.analysis.findings.test_findings import CASES, FLAT, NOTHING, config, healthy
+from tests.analysis.findings.test_findings import CASES, FLAT, NOTHING, config, found, healthy
 from toprope.analysis.findings import Diagnosis, diagnose
 from toprope.analysis.findings.causes import EXPLAINS, Explanation, merged
 from toprope.analysis.findings.configured import expected_signal
@@ -285,3 +285,11 @@ def test_collapse_by_a_high_learning_rate_is_told_below_it() -> None:
     named = [name for cause in found.causes for name in cause.changes]
     assert named.count("optimizer.learning_rate") == 1
     assert "collapse" in {one.rule for one in found.below["learning_rate_high"]}
+
+
+def test_tasks_that_differ_from_step_to_step_alone_are_told_apart() -> None:
+    """With one group a step, the rewards of a step are equal."""
+    alike = {"zero": 1.0, "other": 1.0, "wrong": 0.0, "right": 0.0, "reward_std": 0.0}
+    assert not found("constant_reward", config(), **alike, reward=lambda row: row % 3 / 10)
+    [symptom] = found("scorer_ignores_answers", config(), **alike, reward=lambda row: row % 3 / 10)
+    assert "while tasks differ" in symptom.what

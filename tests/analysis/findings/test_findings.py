@@ -441,14 +441,6 @@ def test_scorer_that_told_answers_apart_is_not_accused(rule: str, spread: float)
     assert [one.level for one in found(rule, config(), **since(0), entropy=certain_later)] == ["critical"], "it lasts"
 
 
-def test_tasks_that_differ_from_step_to_step_alone_are_told_apart() -> None:
-    """With one group a step, the rewards of a step are equal."""
-    alike = {"zero": 1.0, "other": 1.0, "wrong": 0.0, "right": 0.0, "reward_std": 0.0}
-    assert not found("constant_reward", config(), **alike, reward=lambda row: row % 3 / 10)
-    [symptom] = found("scorer_ignores_answers", config(), **alike, reward=lambda row: row % 3 / 10)
-    assert "while tasks differ" in symptom.what
-
-
 def test_fields_are_not_blamed_where_no_task_is_ever_solved() -> None:
     assert found("group_too_small", config(rollout__group_size=2, rollout__groups_per_step=16), **NOTHING) == []
     [small] = found("group_too_small", config(rollout__group_size=2, rollout__groups_per_step=4), **NOTHING)

@@ -143,6 +143,13 @@ def test_file_that_vanishes_is_no_part_of_a_policy(when, tmp_path, monkeypatch):
     assert hash_policy("m", tmp_path) == before
 
 
+def test_policy_that_is_removed_meanwhile_has_no_hash(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    monkeypatch.setattr(provenance, "sha256_of", lambda path: path.unlink() or path.read_bytes().hex())
+    with pytest.raises(FileNotFoundError):
+        hash_policy("m", tmp_path)
+
+
 NAMES = "abcdefg"
 EXPLODING = "---\na: &a [x, y]\n"
 for before, one in itertools.pairwise(NAMES):

@@ -16,7 +16,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def hash_policy(model: str, folder: Path) -> Policy:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not (commit and path.name == _CARD))
     sizes: dict[Path, int] = {}
     for path in files:
-        with contextlib.suppress(FileNotFoundError):  # a temporary file, which is renamed or removed meanwhile
+        with _temporary(path):
             sizes[path] = path.stat().st_size
     total = sum(sizes.values())
     hasher = hashlib.sha256()
@@ -181,12 +181,22 @@ def hash_policy(model: str, folder: Path) -> Policy:
         hasher.update(folder.name.encode())
     for path, size in sizes.items():
         name = path.relative_to(folder).as_posix()
-        with contextlib.suppress(FileNotFoundError):
+        with _temporary(path):
             fingerprint = sha256_of(path) if contents else str(size)
             hasher.update(f"{name}\0{fingerprint}\n".encode())
     hashed = "contents" if contents else "names and sizes"
     licence, digest = _licence(folder / _CARD), hasher.hexdigest()
     return Policy(model=model, revision=commit, licence=licence, sha256=digest, hashed=hashed, bytes=total)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[None]:
+    """Pass over a hidden file that is renamed or removed meanwhile, as writers do with what they have not finished."""
+    try:
+        yield
+    except FileNotFoundError:
+        if not path.name.startswith("."):
+            raise
 
 
 def _licence(card: Path) -> str:
