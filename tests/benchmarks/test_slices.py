@@ -191,12 +191,10 @@ def test_sweep_is_not_compared_with_a_search_that_scored_nothing():
 
 
 def test_gains_are_counted_seed_by_seed(tmp_path):
-    found = sft_then_grpo._gains(
-        "gain", [done(tmp_path, 0.1, 0.5), done(tmp_path, 0.1, 0.7)], [done(tmp_path, 0.1, 0.4)] * 2
-    )
-    assert (
-        found["gain_by_seed"] == [10.0, 30.0] and found["gain"] == 20.0 and found["gain_low"] < 20 < found["gain_high"]
-    )
+    ours = [done(tmp_path, 0.1, after) for after in (0.5, 0.7, 0.55)]
+    found = sft_then_grpo._gains("gain", ours, [done(tmp_path, 0.1, 0.4)] * 3)
+    assert found["gain_by_seed"] == [10.0, 30.0, 15.0] and found["gain"] == 15.0
+    assert found["gain_low"] < 18 < found["gain_high"]
     held = {"control_gain_points": -2.0, "dataset_items": [9], "dataset_items_wrong": 9, "accuracy_grpo": [0.5, 0.6]}
     assert sft_then_grpo.control_failed(held) == ""
     for wrong in ({"control_gain_points": 7.0}, {"dataset_items_wrong": 8}, {"accuracy_grpo": [0.5, 0.9]}):
