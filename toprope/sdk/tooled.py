@@ -47,6 +47,7 @@ from toprope.sdk.orchestration.tool_schema import signature_of
 from toprope.sdk.orchestration.tools import LONGEST_RESULT, Price, Tool, Toolbox
 
 __all__ = [
+    "TOOLS_PROMPT",
     "TOOL_PARTS",
     "Call",
     "Called",
@@ -69,7 +70,7 @@ TOOL_PARTS = {
 }
 """Reward parts that every rollout with tools records."""
 
-_PROMPT = """\
+TOOLS_PROMPT = """\
 # Tools
 
 You may call one or more functions to assist with the user query.
@@ -83,6 +84,7 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
+"""Introduces tools as the templates of Qwen and Hermes do, which models were trained on."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def tool_prompt(tools: Sequence[Tool]) -> str:
             "parameters": listed_tool.parameters or ONE_INPUT,
         }
         lines.append(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
-    return _PROMPT.format(tools="\n".join(lines))
+    return TOOLS_PROMPT.format(tools="\n".join(lines))
 
 
 class ToolEnvironment(Environment):

@@ -12,6 +12,7 @@ import tempfile
 from typing import Any
 
 from toprope.sdk.authoring.environment import Messages
+from toprope.sdk.tooled import TOOLS_PROMPT
 
 __all__ = ["BYTES_PER_TOKEN", "folder_of_bytes", "messages_in", "tokenizer_of_bytes"]
 
@@ -23,11 +24,9 @@ _TEMPLATE = (
     "{% elif content %}{% for block in content %}{{ block.get('text', '') }}{% endfor %}{% endif %}"
     "{% endmacro %}"
     "{% set told = namespace(of_tools=false) %}"
-    "{% if tools %}{% set tools_told %}# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
-    "{% for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}{{ '\n' }}</tools>\n\n"
-    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
-    'tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>{% endset %}'
+    "{% if tools %}{% set tools_told %}"
+    + TOOLS_PROMPT.format(tools="{{ tools | map('tojson') | join('\n') }}")
+    + "{% endset %}"
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n{{ tools_told }}<|im_end|>\n"
     "{% set told.of_tools = true %}{% endif %}{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ text(message['content']) }}"
