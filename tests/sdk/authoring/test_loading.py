@@ -90,7 +90,7 @@ def test_package_of_the_same_name_is_not_loaded_instead(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("mark", ["openenv.yaml", "pyproject.toml", ".git", "requirements.txt"])
 def test_folder_where_others_can_write_is_no_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str) -> None:
-    """Where no wall stands, their modules would have the rights of whoever loads the file."""
+    """Where no wall stands, their modules would have all rights of the user who loads the file."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     (tmp_path / "training").mkdir()

@@ -218,9 +218,9 @@ def test_buffers_have_no_room_that_answers_cannot_fill() -> None:
 
 
 @contextmanager
-def _talking(model: Any, tokenizer: Any, **more: Any) -> Iterator[tuple[Callable[..., Any], list[int]]]:
-    """Yield a function that answers prompts and compares log-probabilities with a plain pass, and a list that gets the
-    number of tokens of each pass over prompts."""
+def _talking(model: Any, tokenizer: Any, **more: Any) -> Iterator[tuple[Callable[..., Any], list[int], KeptPrompts]]:
+    """Yield a function that answers prompts and compares log-probabilities with a plain pass, a list that gets the
+    number of tokens of each pass over prompts, and the engine's kept prompts."""
     engine = EmbeddedEngine(model, tokenizer, max_context=500, gather_s=0.2, **more)
     engine.end_ids = frozenset()
     read, run = list[int](), engine._run_model
@@ -243,7 +243,7 @@ def _talking(model: Any, tokenizer: Any, **more: Any) -> Iterator[tuple[Callable
     engine._run_model = counted  # type: ignore[method-assign]
     engine.start()
     try:
-        yield answers, read
+        yield answers, read, engine._kept
     finally:
         engine.stop()
 
@@ -272,7 +272,7 @@ def test_next_turn_is_read_from_where_the_prompt_before_it_ended(
         monkeypatch.setattr(embedded_engine, "make_short_forward", lambda model: None)
     torch.manual_seed(0)
     model = build().eval().requires_grad_(False)
-    with _talking(model, tokenizer) as (answers, read):
+    with _talking(model, tokenizer) as (answers, read, _):
         talk = _prompt(30)
         added = [0]
         for turn in range(4):
@@ -288,8 +288,7 @@ def test_next_turn_is_read_from_where_the_prompt_before_it_ended(
 
 def test_single_questions_keep_no_keys_and_values(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growing_cache, "_LEAST_KEPT", 10)
-    with _talking(_llama().eval().requires_grad_(False), tokenizer) as (answers, _):
-        kept: KeptPrompts = answers.__closure__[0].cell_contents._kept  # type: ignore[attr-defined]
+    with _talking(_llama().eval().requires_grad_(False), tokenizer) as (answers, _, kept):
         for number in range(5):
             answers(_prompt(40, number))
         assert len(kept._kept) == 5 and not kept._bytes
@@ -304,7 +303,7 @@ def test_new_weights_forget_what_former_ones_computed(
     trained, served = _llama(), _llama().eval().requires_grad_(False)
     reader = WeightReader(tmp_path, dict(served.named_parameters()))
     publisher = WeightFile(tmp_path, dict(trained.named_parameters()))
-    with _talking(served, tokenizer, weights=reader) as (answers, read):
+    with _talking(served, tokenizer, weights=reader) as (answers, read, _):
         talk = _prompt(30)
         for _ in range(3):
             talk += [*answers(talk)[0], 9]
@@ -320,8 +319,7 @@ def test_new_weights_forget_what_former_ones_computed(
 def test_kept_prompts_stay_within_their_room(room: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growing_cache, "_LEAST_KEPT", 10)
     monkeypatch.setattr(growing_cache, "_MOST_KEPT", 20)
-    with _talking(_llama().eval().requires_grad_(False), tokenizer, kept_bytes=room) as (answers, read):
-        kept: KeptPrompts = answers.__closure__[0].cell_contents._kept  # type: ignore[attr-defined]
+    with _talking(_llama().eval().requires_grad_(False), tokenizer, kept_bytes=room) as (answers, read, kept):
         answers(_prompt(20))
         for number in range(30):
             answers(_prompt(20 + number))

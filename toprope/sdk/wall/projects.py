@@ -20,7 +20,7 @@ _OF_OTHERS = ("site-packages", "dist-packages", "node_modules")
 
 
 def project_root(file: str, added: Iterable[str], closed: Iterable[str] = ()) -> str:
-    """The root of the project that a file is of, whose whole tree its code may read; empty if there is none.
+    """The root of the project that a file is of, whose whole tree its code may read; empty without such a project.
 
     Authors run their scripts and tasks from there, which import and read what lies anywhere in the project. The root is
     the nearest folder above the file with a mark of a project, else the added folder if it lists requirements. It is

@@ -198,7 +198,7 @@ class KeptPrompts:
 
     def beginning(self, prompt: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Return keys and values, (heads, tokens, width) in turn layer by layer, of the longest kept prompt that this
-        one continues; nothing if there is none."""
+        one continues; nothing without such a prompt."""
         if not self._room or len(prompt) <= _LEAST_KEPT:
             return ()
         ids, found = _bytes_of(prompt), b""

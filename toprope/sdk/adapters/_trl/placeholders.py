@@ -365,7 +365,7 @@ def placeholders(main: ModuleType, words: Sequence[str], of_bytes: bool = False)
 
     Args:
         words: The command line of `main`.
-        of_bytes: Whether tokenizers are of bytes.
+        of_bytes: True for tokenizers of bytes.
     """
     of_transformers = _OF_TRANSFORMERS | (_TOKENIZERS if of_bytes else {})
     kept, argv = dict(sys.modules), sys.argv

@@ -115,7 +115,7 @@ def _run_script(path: Path, arguments: Sequence[str], of_bytes: bool) -> Recorde
     Args:
         path: The script.
         arguments: Its arguments on the command line.
-        of_bytes: Whether its tokenizers are of bytes.
+        of_bytes: True to give it tokenizers of bytes.
 
     Raises:
         LoadError: It fails, constructs no trainer, or its trainer gets something that an environment cannot have.

@@ -76,7 +76,7 @@ class Talk:
         """Return the policy's answers to several conversations.
 
         Raises:
-            NoAnswer: There is none, or the rollout is over.
+            NoAnswer: No answer came, or the rollout is over.
         """
         futures: list[Future[Answer]] = []
         try:

@@ -49,7 +49,7 @@ class UserRewards(Environment):
 
     Args:
         target: See `toprope.sdk.adapters.trl`.
-        recorded: What a script passes to its trainer, or the error with which it failed.
+        recorded: The arguments of a script's trainer, or the error with which the script failed.
     """
 
     listed = finite = True
